@@ -19,8 +19,8 @@ import numpy as np
 
 import kvjax
 from benchmarks import report
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, init
-from kvjax.models.rope import RopeConfig
 from kvjax.policies.text import split_policies
 from kvjax.runtime import decoding
 

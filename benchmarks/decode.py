@@ -216,8 +216,8 @@ def check() -> float:
     import numpy as np
 
     import kvjax
+    from kvjax.config import RopeConfig
     from kvjax.models import ModelConfig, init
-    from kvjax.models.rope import RopeConfig
 
     config = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
     worst = 0.0

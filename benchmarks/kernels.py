@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import kernel_cases, report
 from benchmarks.kernel_cases.case import Case
-from kvjax import files
+from kvjax._util import files
 
 INPUTS = 3
 """Sets of inputs taken in turn, so that what is read is not what the last call left in a cache."""

@@ -58,19 +58,20 @@ FILES = (
     "kvjax/runtime/engine.py",
     "kvjax/runtime/mesh.py",
     "kvjax/planning/*.py",
+    "kvjax/config/*.py",
     "models/*.py",
     "conversion/*.py",
 )
 
 POLICIES = "tests/policies"
 SCORED = f"{POLICIES}/test_scoring.py"
-DEALT = "tests/test_dealt_cache.py | tests/test_mesh.py"
+DEALT = "tests/test_sharded_cache.py | tests/test_mesh.py"
 FORWARD = "tests/test_generation.py tests/test_decoding.py"
 SLOTS = f"tests/test_cache.py {POLICIES}/test_compose.py | {POLICIES}/test_streaming_llm.py {POLICIES}/test_chunkkv.py"
 OWN = {
     **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens")},
-    **dict.fromkeys(("kvjax/cache/dealt.py", "kvjax/cache/shard.py", "kvjax/policies/dealt.py"), DEALT),
-    "kvjax/cache/update.py": f"{SLOTS} tests/test_dealt_cache.py",
+    **dict.fromkeys(("kvjax/cache/sharded.py", "kvjax/cache/shard.py", "kvjax/policies/sharded.py"), DEALT),
+    "kvjax/cache/update.py": f"{SLOTS} tests/test_sharded_cache.py",
     "kvjax/cache/blocks.py": f"{POLICIES}/test_blocks.py tests/test_cache.py | tests/test_prefill_blocks.py",
     "kvjax/cache/codebook.py": f"{POLICIES}/test_turboquant.py",
     "kvjax/cache/packing.py": f"{POLICIES}/test_quantized.py",
@@ -78,13 +79,13 @@ OWN = {
     "kvjax/runtime/sampling.py": "tests/test_generation.py",
     "kvjax/runtime/decoding.py": "tests/test_decoding.py | tests/test_generation.py",
     "kvjax/runtime/engine.py": "tests/test_engine.py | tests/test_generation.py tests/test_session.py",
-    "kvjax/runtime/mesh.py": "tests/test_mesh.py | tests/test_dealt_cache.py tests/test_engine.py",
+    "kvjax/runtime/mesh.py": "tests/test_mesh.py | tests/test_sharded_cache.py tests/test_engine.py",
     **{f"kvjax/planning/{name}.py": "tests/test_planning.py" for name in ("plan", "sums", "workspace")},
-    "models/config.py": "tests/models/test_params.py | tests/conversion/test_hf_config.py tests/test_cache.py",
+    "kvjax/config/model.py": "tests/models/test_params.py | tests/conversion/test_hf_config.py tests/test_cache.py",
     "models/params.py": "tests/models/test_params.py tests/models/test_quantised_weights.py | tests/test_mesh.py",
-    "models/presets.py": "tests/test_planning.py tests/models/test_params.py",
-    "models/rope.py": "tests/models/test_rope.py",
-    "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_dealt_cache.py",
+    "kvjax/config/presets.py": "tests/test_planning.py tests/models/test_params.py",
+    "kvjax/config/rope.py": "tests/models/test_rope.py",
+    "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_sharded_cache.py",
     "models/transformer.py": f"{FORWARD} | tests/models tests/test_mesh.py tests/test_prefill_blocks.py tests/evals/test_perplexity.py",
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",
@@ -126,7 +127,6 @@ OWN = {
         f"kvjax/policies/{name}.py": f"{POLICIES}/test_defaults.py {POLICIES}/test_registry.py | {SCORED} tests/test_arguments.py"
         for name in ("budget", "fields", "info")
     },
-    "kvjax/policies/capabilities.py": f"{POLICIES}/test_traits.py | {POLICIES}/test_blocks.py",
     **{f"kvjax/policies/transforms/by_{kind}.py": f"{POLICIES}/test_compose.py" for kind in ("layer", "head")},
     "kvjax/policies/transforms/offload.py": f"{POLICIES}/test_offload.py",
     "kvjax/policies/transforms/pyramid.py": f"{POLICIES}/test_pyramidkv.py",
@@ -152,7 +152,7 @@ WIDER = {
     "all": f"{POLICIES}/test_traits.py {POLICIES}/test_registry.py {POLICIES}/test_traps.py {POLICIES}/test_compose.py "
     f"{POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
     "tests/test_session.py tests/test_question.py tests/test_prefill_blocks.py tests/test_costs.py tests/test_settings.py "
-    f"tests/test_engine.py tests/test_mesh.py tests/test_dealt_cache.py {POLICIES}/test_blocks.py",
+    f"tests/test_engine.py tests/test_mesh.py tests/test_sharded_cache.py {POLICIES}/test_blocks.py",
 }
 
 NOTHING = 5
@@ -434,7 +434,7 @@ def tests_of(file: str, near: bool, root: Path) -> list[str]:
     name = path.stem.removesuffix("_eviction")
     if path.parent.name == "conversion":
         wider = [WIDER["conversion"]]
-    elif path.parent.name == "models":
+    elif path.parent.name in ("config", "models"):
         wider = [WIDER["models"], WIDER["all"]]
     elif "policies" in path.parts:
         wider = [WIDER["policies"].format(name=name), WIDER["all"]]

@@ -32,9 +32,8 @@ import kvjax
 from benchmarks import report
 from kvjax.bench import states
 from kvjax.cache import host_memory, layer_specs
+from kvjax.config import PRESETS, RopeConfig
 from kvjax.models import ModelConfig, init
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import RopeConfig
 from kvjax.pallas_kernels import fetch_slots, reads_host_memory
 from kvjax.policies import Policy, get_policy, offloaded
 from kvjax.policies.transforms.offload import fetched_bytes, hits

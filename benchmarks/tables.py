@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks import report
 from kvjax import pallas_kernels
-from kvjax.models.presets import PRESETS
+from kvjax.config import PRESETS
 from kvjax.policies import policies
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face safetensors, GGUF, Orbax; tokenizers and chat templates with them."""
+"""Load and save checkpoints: Hugging Face safetensors, GGUF and Orbax, with their tokenizers and chat templates."""
 
 from .describe import Description as Description
 from .describe import describe as describe

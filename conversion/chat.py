@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja dialect that model repositories are written in."""
+"""Renders conversations with a model's Jinja chat template, as transformers' `apply_chat_template` does."""
 
 import dataclasses
 import datetime
@@ -11,7 +11,7 @@ from . import sandbox
 from .errors import told
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that a message's reasoning goes by. Most templates read the first, some the second."""
+"""Keys under which a message may hold its reasoning. Most templates read the first key, some the second."""
 
 
 def render(
@@ -21,17 +21,20 @@ def render(
     add_generation_prompt: bool,
     now: datetime.datetime | None = None,
 ) -> str:
-    """The text of a conversation, as transformers' `apply_chat_template` makes it.
+    """Render a conversation as text, as transformers' `apply_chat_template` does.
 
     Args:
-        template: Jinja source. It comes with the model, so it runs sandboxed, within bounds of time and memory.
-        messages: ``{"role": …, "content": …}`` each.
-        special: texts of ``bos_token``, ``eos_token`` … that templates refer to.
-        add_generation_prompt: end with the opening of the assistant's answer.
-        now: the time that the template sees; by default that of the clock.
+        template: Jinja source. It comes with the model, so it runs in a sandbox with limits on time and memory.
+        messages: one ``{"role": …, "content": …}`` per message.
+        special: texts of the special tokens that templates refer to, by name (``bos_token``, ``eos_token`` …).
+        add_generation_prompt: whether to end with the opening of the assistant's answer.
+        now: time that the template sees; None uses the clock.
+
+    Returns:
+        The rendered text.
 
     Raises:
-        ValueError: the template is malformed, refuses these messages, fails, or goes beyond its bounds.
+        ValueError: the template is malformed, rejects these messages, fails, or exceeds its limits.
     """
     try:
         values = {
@@ -45,18 +48,20 @@ def render(
     except sandbox.ExceededError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"these chat messages cannot be given to a template ({told(error)})") from error
+        raise ValueError(f"these chat messages cannot be passed to a template ({told(error)})") from error
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: nothing that is None, and its reasoning by the names that they read."""
+    """Prepare a message for templates: drop None values, and copy its reasoning to the keys that templates read."""
     given = {name: value for name, value in _plain(message).items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
-    """A value made of Python's own types; of anything else the name of its type, which is all that templates look at."""
+    """Convert a value to Python's built-in types. Any other value becomes the name of its type, as templates only test
+    for it.
+    """
     match value:
         case None | bool():
             return value

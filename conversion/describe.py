@@ -1,10 +1,10 @@
-"""`describe`: what a checkpoint is, from its headers."""
+"""`describe`: summarise a checkpoint from its headers."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.models.params import abstract, count
 from kvjax.pallas_kernels import QuantizedMatrix
 
@@ -15,20 +15,20 @@ from .tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A checkpoint in brief.
+    """Summary of a checkpoint.
 
     Attributes:
         source: file or directory.
         format: "safetensors", "gguf" or "orbax".
-        config: the model.
-        parameters: how many numbers the model has.
-        dtypes: stored types and quantisations with the bytes that each takes, largest first.
-        own_dtype: the floating-point type that most of the weights have; bfloat16 for quantised ones.
+        config: the model's configuration.
+        parameters: number of parameters.
+        dtypes: pairs of stored type or quantisation and its bytes, largest first.
+        own_dtype: floating-point type of most weights; bfloat16 for quantised weights.
         nbytes: bytes of all tensors in the files.
-        dtype: the floating-point type asked for, or `own_dtype`.
-        quantised: kinds of matrices in 8 or 4 bits that loading as asked would hold.
-        weight_bytes: bytes of all weights then.
-        tokenizer: None where the checkpoint has none.
+        dtype: the requested floating-point type, or `own_dtype`.
+        quantised: kinds of quantised matrices that loading with these arguments would give.
+        weight_bytes: bytes of all weights after loading with these arguments.
+        tokenizer: the tokenizer, or None if the checkpoint has none.
     """
 
     source: Path
@@ -54,19 +54,25 @@ def describe(
     token: str | bool | None = None,
     progress: bool | None = None,
 ) -> Description:
-    """Describe a checkpoint without loading its weights; of a hub id only headers are downloaded.
+    """Describe a checkpoint without loading its weights. For a hub id, only headers are downloaded.
 
     Args:
         source: as for `kvjax.conversion.load`.
-        dtype: see there; by default the checkpoint's own.
-        weights, embedding: see there.
-        revision: see there.
-        token: see there.
-        progress: see there.
+        dtype: as for `kvjax.conversion.load`; None uses the checkpoint's own type.
+        weights, embedding: as for `kvjax.conversion.load`.
+        revision, token: as for `kvjax.conversion.load`.
+        progress: as for `kvjax.conversion.load`.
+
+    Returns:
+        The description.
 
     Raises:
-        CheckpointError: as `load`; missing, unexpected and wrongly shaped tensors are found too.
-        ValueError: a dtype or a kind of weights that parameters cannot have.
+        CheckpointError: as `kvjax.conversion.load`, including missing, unexpected and wrongly shaped tensors.
+        ValueError: `dtype`, `weights` or `embedding` is not supported.
+
+    Example:
+        >>> kvjax.conversion.describe("Qwen/Qwen3-0.6B").config.num_layers
+        28
     """
     check_kinds(weights, embedding)
     wanted = None if dtype is None else float_name(dtype)

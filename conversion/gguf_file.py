@@ -1,4 +1,4 @@
-"""A GGUF file: metadata, tensors (many of them quantised) and tokenizer in one."""
+"""Opens a GGUF file, which contains metadata, tensors (often quantised) and the tokenizer."""
 
 import dataclasses
 import functools
@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 from pydantic import Field
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, RopeScaling, Yarn
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
@@ -36,7 +35,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
 }
-"""Supported values of `general.architecture`; each is also the name of the family. Mistral files say llama."""
+"""Supported values of `general.architecture`, which are also the names of the families. Mistral files use "llama"."""
 
 QUANTISATIONS = ("F32", "F16", "BF16", *BLOCKS)
 """Supported tensor types."""
@@ -48,15 +47,19 @@ _PLAIN = {
 }
 
 _BLOCK = 1 << 18
-"""Elements dequantised at a time: their float32 temporaries stay within a few megabytes."""
+"""Elements dequantised at a time, so that their float32 temporaries take only a few megabytes."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Read the metadata of a GGUF file, or of the files of a split one, of which `path` is the first.
+    """Read the metadata of a GGUF file, or of all files of a split model.
+
+    Args:
+        path: the file; of a split model, its first file.
 
     Raises:
-        CheckpointError: truncated or corrupt file, unknown architecture, unsupported tensor type or rope scaling; a split file that is not the
-            first, or whose others are missing or of another model.
+        CheckpointError: the file is truncated or damaged, or its architecture, a tensor type or its rope scaling is not
+            supported. Also raised if files of a split model are missing or of another model, or if `path` is not the
+            first of them.
     """
     metadata, held = _read(path)
     files = dict.fromkeys(held, path)
@@ -66,8 +69,8 @@ def open_gguf(path: Path) -> Checkpoint:
         part = checked_under(_Split, more, "split.", file)
         if (part.no, part.count) != (number - 1, split.count):
             raise CheckpointError(
-                f"{file}: its metadata says that it is file {part.no + 1} of {part.count}, but it was expected to be file {number} of "
-                f"{split.count}; the files are of different models, or were renamed"
+                f"{file}: its metadata says file {part.no + 1} of {part.count}, but file {number} of {split.count} was expected. "
+                "The files are of different models, or were renamed"
             )
         if twice := held.keys() & tensors.keys():
             raise CheckpointError(f"{file}: duplicate tensor {min(twice)}, also in {files[min(twice)].name}")
@@ -93,7 +96,8 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF model in a directory: its only one, by the first file where it is split. None if there is no such file.
+    """Find the GGUF model in a directory: its only GGUF file, or the first file of a split model. None if there is no
+    GGUF file.
 
     Raises:
         CheckpointError: there are several models.
@@ -107,11 +111,11 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""How llama.cpp names the files of a split model."""
+"""Names that llama.cpp gives to the files of a split model."""
 
 
 class _Split(Strict):
-    """What is read of the fields under `split.`."""
+    """The fields under `split.` that are read."""
 
     no: int = Field(0, ge=0, lt=2**16)
     count: int = Field(0, ge=0, lt=2**16)
@@ -119,27 +123,29 @@ class _Split(Strict):
 
 
 def _number(path: Path) -> int | None:
-    """Which file of a split model this is by its name, counted from 1; None if the name is not of such a file."""
+    """Number of a split model's file in its name, counted from 1; None for any other name."""
     match = _SPLIT_NAME.fullmatch(path.name)
     return None if match is None else int(match[2])
 
 
 def _other_files(path: Path, split: _Split) -> list[Path]:
-    """The other files of a split model, of which this is the first; none if it is not split.
+    """The other files of a split model, given its first file. Empty if the model is not split.
 
     Raises:
-        CheckpointError: it is another of the files, it has not the name of the first, or other files are missing.
+        CheckpointError: `path` is not the first file or is not named as one, or other files are missing.
     """
     if split.count < 2:
         return []
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match[3]) != split.count:
         raise CheckpointError(
-            f"{path}: it is one of {split.count} files of a split model, so its name should end with -00001-of-{split.count:05}.gguf"
+            f"{path}: this is one of {split.count} files of a split model, so its name should end with -00001-of-{split.count:05}.gguf"
         )
     first, *others = (path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, split.count + 1))
     if split.no or path != first:
-        raise CheckpointError(f"{path}: it is not the first of {split.count} files of a split model; give {first.name}")
+        raise CheckpointError(
+            f"{path}: this is not the first of {split.count} files of a split model; give {first.name}"
+        )
     absent = [file.name for file in others if not present(file)]
     if absent:
         raise CheckpointError(f"{path}: {len(absent)} of {split.count} files of the model missing: {listed(absent)}")
@@ -147,10 +153,10 @@ def _other_files(path: Path, split: _Split) -> list[Path]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
-    """Metadata and tensors of one file."""
+    """Read metadata and tensors of one file."""
     present(path)
     try:
-        with np.errstate(all="raise"):  # sizes that overflow
+        with np.errstate(all="raise"):  # sizes that overflow raise
             reader = _Reader(path)
             metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, LookupError, ArithmeticError, MemoryError, RecursionError, TypeError, OSError) as error:
@@ -162,34 +168,35 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
 
 
 def _check_offsets(path: Path, reader: gguf.GGUFReader) -> None:
-    """Refuse tensors that do not lie one after the other, each at the next aligned byte, up to the end of the file.
+    """Raise unless tensors follow one another, each at the next aligned byte, up to the end of the file.
 
-    A changed type, shape or offset thus is an error, as in llama.cpp, instead of wrong weights. (llama.cpp does not look at the end.)
+    A changed type, shape or offset is then an error instead of wrong weights. llama.cpp checks the same, except for the
+    end.
     """
     start, alignment = int(reader.data_offset), int(reader.alignment)
     expected = 0
     for tensor in reader.tensors:
         if not len(tensor.shape) or 0 in tensor.shape:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name} has shape {tensor.shape.tolist()}, which holds nothing"
+                f"{path}: tensor {tensor.name} has shape {tensor.shape.tolist()}, which has no elements"
             )
         offset = int(tensor.data_offset) - start
         if offset != expected:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name} has offset {offset}, but types and shapes of the tensors before it add up to {expected}; "
+                f"{path}: tensor {tensor.name} has offset {offset}, but the tensors before it end at {expected} by their types and shapes; "
                 "the file is damaged"
             )
         expected = -(-(offset + int(tensor.n_bytes)) // alignment) * alignment
     if reader.tensors and (left := len(reader.data) - start - expected) > 0:
         raise CheckpointError(
-            f"{path}: {left} bytes are behind tensor {reader.tensors[-1].name}, the last by its type and shape; the file is damaged"
+            f"{path}: {left} bytes follow tensor {reader.tensors[-1].name}, which is the last by its type and shape; the file is damaged"
         )
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader, which trusts what a file says of its own lengths, held within the file.
+    """The library's reader, with checks that the lengths in a file stay within the file.
 
-    It looks at a plain view of the memory map: slicing numpy's `memmap` class costs twice the time.
+    It reads a plain view of the memory map, as slicing numpy's `memmap` class takes twice as long.
     """
 
     @property
@@ -202,16 +209,18 @@ class _Reader(gguf.GGUFReader):
 
     def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
         if offset + int(count) * np.dtype(dtype).itemsize > len(self._view):
-            raise ValueError(f"{count} × {np.dtype(dtype).name} at byte {offset} reach beyond the file's end")
+            raise ValueError(f"{count} × {np.dtype(dtype).name} at byte {offset} are beyond the file's end")
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> tuple[int, list[Any], list[int], list[Any]]:
         if raw_type == gguf.GGUFValueType.ARRAY:
             kind, count = self._get(orig_offs, np.uint32)[0], int(self._get(orig_offs + 4, np.uint64)[0])
             if kind == gguf.GGUFValueType.ARRAY:
-                raise ValueError(f"arrays of arrays, at byte {orig_offs}, describe no known model")
+                raise ValueError(f"an array of arrays at byte {orig_offs} is not supported")
             if count > min(_MOST_ELEMENTS, len(self._view)):
-                raise ValueError(f"an array at byte {orig_offs} claims {count} elements")
+                raise ValueError(
+                    f"an array at byte {orig_offs} has {count} elements by its header, which is more than the file can contain"
+                )
             if count and kind == gguf.GGUFValueType.STRING and self.byte_order == "I":
                 size, texts = self._strings(orig_offs + 12, count)
                 return size + 12, texts, list(range(count)), [gguf.GGUFValueType(raw_type), gguf.GGUFValueType.STRING]
@@ -221,32 +230,35 @@ class _Reader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _strings(self, start: Any, count: int) -> tuple[int, list[np.ndarray]]:
-        """An array of strings, and its bytes. A vocabulary has a hundred thousand: the library takes 20 µs for each."""
+        """Read an array of strings; returns its size in bytes and the strings.
+
+        Vocabularies have a hundred thousand strings, and the library takes 20 µs for each.
+        """
         texts, at, end, view = [], int(start), len(self._view), memoryview(self._view)  # pyright: ignore[reportArgumentType]
         for _ in range(count):
             begin = at + 8
             if begin > end:
-                raise ValueError(f"1 × uint64 at byte {at} reach beyond the file's end")
+                raise ValueError(f"1 × uint64 at byte {at} is beyond the file's end")
             at = begin + _LENGTH.unpack_from(view, at)[0]
             if at > end:
-                raise ValueError(f"{at - begin} × uint8 at byte {begin} reach beyond the file's end")
+                raise ValueError(f"{at - begin} × uint8 at byte {begin} are beyond the file's end")
             texts.append(self._view[begin:at])
         return at - int(start), texts
 
 
 _MOST_ELEMENTS = 1 << 22
-"""Of a metadata array; the largest vocabularies have a sixteenth of it."""
+"""Limit on the elements of a metadata array, 16 times the largest vocabularies."""
 
 _LENGTH = struct.Struct("=Q")
-"""A string's, ahead of it."""
+"""Length of a string, stored before it."""
 
 
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that belong to the configuration: they hold a factor for each rotated pair."""
+"""Tensors that belong to the configuration: a factor for each rotated pair."""
 
 
 def gguf_layout(config: ModelConfig) -> Layout:
-    """The Hugging Face layout under the names that the `gguf` library gives its tensors."""
+    """The Hugging Face layout, with the `gguf` library's tensor names."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.num_layers)
     return {
         names.get_name(name, try_suffixes=(".weight", ".bias")) or name: held
@@ -255,7 +267,7 @@ def gguf_layout(config: ModelConfig) -> Layout:
 
 
 class _Metadata(Strict):
-    """What is read of a file's metadata, under the name of its architecture."""
+    """The metadata fields that are read, under the name of the architecture."""
 
     expert_count: int = 0
     embedding_length: Size
@@ -271,7 +283,7 @@ class _Metadata(Strict):
     theta: Positive = Field(10000.0, alias="rope.freq_base")
     scaling: str | None = Field(None, alias="rope.scaling.type")
     factor: Positive | None = Field(None, alias="rope.scaling.factor")
-    scale_linear: Positive | None = Field(None, alias="rope.scale_linear")  # before scaling had types
+    scale_linear: Positive | None = Field(None, alias="rope.scale_linear")  # from files before scaling types existed
     original_window: Size | None = Field(None, alias="rope.scaling.original_context_length")
     attn_factor: Positive | None = Field(None, alias="rope.scaling.attn_factor")
     beta_fast: Positive = Field(32.0, alias="rope.scaling.yarn_beta_fast")
@@ -279,7 +291,7 @@ class _Metadata(Strict):
 
 
 class _Tokens(Strict):
-    """The special tokens among the fields of the tokenizer."""
+    """The special tokens among the tokenizer's fields."""
 
     bos: Id | None = Field(None, alias="bos_token_id")
     eos: Id | None = Field(None, alias="eos_token_id")
@@ -288,7 +300,7 @@ class _Tokens(Strict):
 
 
 def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor], path: Path) -> ModelConfig:
-    """The configuration that metadata and the presence of tensors imply.
+    """Derive the configuration from the metadata and from which tensors exist.
 
     Raises:
         CheckpointError: see `open_gguf`.
@@ -382,7 +394,7 @@ def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int
             return Yarn(
                 factor=factor,
                 original_max_position=original,
-                # The file's is on top of YaRN's own.
+                # The file's factor multiplies YaRN's own.
                 attention_factor=held.attn_factor and held.attn_factor * (0.1 * math.log(factor) + 1.0),
                 beta_fast=held.beta_fast,
                 beta_slow=held.beta_slow,
@@ -394,9 +406,9 @@ def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int
 
 
 def _llama3(factors: tuple[float, ...], theta: float, window: int) -> RopeScaling:
-    """Name the scaling behind per-channel divisors, which is all that a file says of Llama 3's.
+    """Recover Llama 3's scaling from per-channel divisors, which are all that a file stores.
 
-    Meta's own constants are recognised; anything else is kept as it stands, as divisors for every length.
+    Meta's constants are recognised. Any other divisors are used unchanged, for every length.
     """
     scaling = Llama3(max(factors), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     plain = np.asarray(RopeConfig(theta, 2 * len(factors)).resolve(1).inv_freq, np.float32)
@@ -407,9 +419,9 @@ def _llama3(factors: tuple[float, ...], theta: float, window: int) -> RopeScalin
 
 
 def _row_order(name: str, config: ModelConfig) -> np.ndarray | None:
-    """For a projection whose rows are permuted: which stored row holds each of ours.
+    """Permutation of a projection's rows from the file's order to kvjax's; None if the order is the same.
 
-    Llama files interleave the two halves of every query and key head, for a rotation of neighbouring channels.
+    Llama files interleave the two halves of every query and key head, so that rotated pairs are neighbours.
     """
     if ".attn_q." in name:
         heads = config.num_heads
@@ -435,14 +447,14 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
     def decode(rows: np.ndarray) -> np.ndarray:
         if kind.name in _PLAIN:
             return rows.view(_PLAIN[kind.name])
-        # What `gguf.quants.dequantize` calls for every 16 rows, here for all: a third of the time.
+        # `gguf.quants.dequantize` calls this for every 16 rows. One call for all rows takes a third of the time.
         return getattr(gguf.quants, kind.name).dequantize_rows(rows)
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
         order = _row_order(tensor.name, config) if permuted else None
         step = max(1, _BLOCK // math.prod(shape[1:]))
         width = math.prod(out.shape[1:])
-        first = column // numbers  # whole blocks, from which the columns are taken
+        first = column // numbers  # the first whole block that contains the columns
         part, own = slice(first * block, -(-(column + width) // numbers) * block), slice(column - first * numbers, None)
         for begin in range(0, len(out), step):
             end = min(begin + step, len(out))
@@ -451,7 +463,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
             out[begin:end] = decoded.reshape(end - begin, -1)[:, own][:, :width].reshape(out[begin:end].shape)
 
     def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:
-        per = blocks_shape(kind.name, *shape).levels.shape[-1] * numbers // shape[1]  # groups of a block
+        per = blocks_shape(kind.name, *shape).levels.shape[-1] * numbers // shape[1]  # groups per block
         part = slice(None)
         if columns is not None and not (columns.start % per or columns.stop % per):
             part = slice(columns.start // per * block, columns.stop // per * block)
@@ -474,5 +486,5 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal that the stored float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    """Shortest decimal that rounds to the stored float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

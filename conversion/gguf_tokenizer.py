@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describes.
+"""Builds the tokenizer that a GGUF file's metadata describes.
 
-Two kinds exist: byte-level BPE, whose way to split text before merging is known only by a name (`tokenizer.ggml.pre`),
-and SentencePiece with scores, rebuilt as BPE with byte fallback.
+There are two kinds. Byte-level BPE names its rule for splitting text before merging only in `tokenizer.ggml.pre`.
+SentencePiece with scores is rebuilt as BPE with byte fallback.
 """
 
 import warnings
@@ -28,7 +28,7 @@ _SPLITS: Mapping[str, str] = {
     "o200k": _O200K_WORD % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_REST,
     "tekken": _O200K_WORD % ("", "") + r"|\p{N}" + _O200K_REST,
 }
-"""Regular expressions whose matches are the pieces that BPE works on."""
+"""Regular expressions whose matches are the pieces that BPE merges within."""
 
 PRE_TOKENIZERS: Mapping[str, str] = {
     "llama-bpe": "cl100k",
@@ -52,16 +52,16 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     "command-r": "digits",
     "default": "default",
 }
-"""Known values of `tokenizer.ggml.pre` and how each splits text."""
+"""Known values of `tokenizer.ggml.pre`, and how each splits text."""
 
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Vocabularies in which a piece that is itself a token is taken whole, whatever the merges say."""
+"""Vocabularies in which a piece that is itself a token is not split, regardless of the merges."""
 
 _BEGUN = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Vocabularies whose texts begin with the start token where `add_bos_token` does not say."""
+"""Vocabularies that prepend the start token if `add_bos_token` is absent."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Values of `tokenizer.ggml.token_type` that set a token apart from the text around it."""
+"""Values of `tokenizer.ggml.token_type` whose tokens are matched before text is split."""
 
 END_TEXTS = frozenset(
     (
@@ -78,10 +78,10 @@ END_TEXTS = frozenset(
         *("<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
     )
 )
-"""Texts of tokens that end an answer, whatever the metadata says of them: those of llama.cpp, of the vocabularies of supported families."""
+"""Texts of tokens that always end an answer, whatever their metadata: llama.cpp's list for the supported families."""
 
 _PHI3_STRIPS_NOT = ("<unk>", "<s>", "<|endoftext|>")
-"""Special tokens of Phi-3's SentencePiece vocabulary that leave the space after them; the others swallow it."""
+"""Special tokens of Phi-3's SentencePiece vocabulary that keep the space after them. The others swallow it."""
 
 _PHI4_STRIPS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tag|>")
 """Special tokens of Phi-4-mini's vocabulary that swallow the space after them."""
@@ -94,15 +94,17 @@ _SPECIAL = {
 }
 
 _LONGEST = 1024
-"""Characters of a token; how SentencePiece merges is found from every way to cut one."""
+"""Limit on the characters of a token, as the merges are found by cutting each token everywhere."""
 
 
 _MOST_CUT = 1 << 28
-"""Characters in all ways to cut all tokens: a few seconds. The largest vocabularies known have a tenth of it."""
+"""Limit on the characters in all cuts of all tokens, which takes a few seconds. The largest known vocabularies have a
+tenth of it.
+"""
 
 
 class _Fields(Strict):
-    """What is read of the fields under `tokenizer.ggml.`."""
+    """The fields under `tokenizer.ggml.` that are read."""
 
     model: str | None = None
     pre: str = "default"
@@ -128,11 +130,19 @@ def read_tokenizer(
 ) -> tokenizer.Tokenizer | None:
     """Build the tokenizer from the `tokenizer.*` fields of a GGUF file.
 
-    None, with a warning, if the file describes one that is not known here: the model then takes token ids. `vocab_size` is
-    how many tokens the model knows; it warns of more.
+    Args:
+        metadata: the file's metadata.
+        eos: ids that end a sequence.
+        bos: id that starts a sequence, if any.
+        source: the file, for messages.
+        vocab_size: number of tokens that the model knows. A larger vocabulary gives a warning.
+
+    Returns:
+        The tokenizer. None if there is none, or (with a warning) if its kind is unknown; the model then takes token
+            ids.
 
     Raises:
-        CheckpointError: the fields are of the wrong types, or contradict each other.
+        CheckpointError: the fields have wrong types or contradict each other.
     """
     fields = checked_under(_Fields, metadata, "tokenizer.ggml.", source)
     template = checked_under(_Template, metadata, "tokenizer.", source).chat_template
@@ -162,8 +172,8 @@ def read_tokenizer(
                 f"{source}: tokenizer.ggml.scores needs one score for each of the {len(tokens)} tokens"
             )
         if sum(len(token) ** 2 for token in tokens) > _MOST_CUT:
-            raise CheckpointError(f"{source}: tokenizer.ggml.tokens has too many long tokens to find how they merge")
-        with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens make no vocabulary"):
+            raise CheckpointError(f"{source}: tokenizer.ggml.tokens has too many long tokens to derive their merges")
+        with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens is not a valid vocabulary"):
             backend = _sentencepiece(tokens, fields.scores, fields.unknown_token_id or 0, fields.add_space_prefix)
         add_bos = True
     else:
@@ -177,7 +187,7 @@ def read_tokenizer(
         return None
     if fields.add_bos_token is not None:
         add_bos = fields.add_bos_token
-    with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens make no vocabulary"):
+    with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens is not a valid vocabulary"):
         phi3 = metadata.get("general.architecture") == "phi3"
         for token, token_type in zip(tokens, types, strict=True):
             if token in END_TEXTS:
@@ -219,9 +229,9 @@ def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
     match way:
         case "gpt2":
             return gpt2
-        case "digits":  # each digit apart, before words are
+        case "digits":  # splits off each digit before words
             return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-        case "default":  # what files say that were written before `tokenizer.ggml.pre` existed
+        case "default":  # used by files from before `tokenizer.ggml.pre` existed
             first = pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated")
             numbers = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (r"\p{N}+", "[0-9][0-9][0-9]")]
             words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -253,7 +263,7 @@ def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], unknown: int,
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's rule (join the neighbours whose joint token scores best) amounts to."""
+    """Derive BPE merges from SentencePiece's rule, which joins the neighbours whose joint token has the best score."""
     found = []
     for token, i in vocabulary.items():
         for cut in range(1, len(token)):

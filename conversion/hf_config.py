@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` to `ModelConfig` and back.
+"""Converts Hugging Face `config.json` to `ModelConfig` and back.
 
 Both spellings of rotary embeddings are read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters`
 (transformers 5). The first is written, since every version reads it.
@@ -12,42 +12,43 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Linear, Llama3, LongRope, RopeConfig, RopeScaling, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, RopeScaling, Yarn
 
 from .errors import CheckpointError, listed, shortened
 from .schema import Id, Layers, Positive, Size, Strict, checked
 
 OWN_METHOD = "kvjax"
-"""What a config.json calls the quantisation of matrices in 8 and 4 bits that kvjax wrote: their arrays tell the rest."""
+"""Name of kvjax's own quantisation in a config.json. The arrays in the file define it completely."""
 
 OWN_MATRICES = "quantized_matrices"
-"""Where a config.json lists the arrays of each of those matrices."""
+"""Field of a config.json that lists the arrays of each quantised matrix that kvjax wrote."""
 
 PACKED = ("gptq", "awq", "compressed-tensors")
-"""What it calls others' that are read, see `packed`."""
+"""Names of other libraries' quantisations that can be read, see `packed`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a `model_type` implies where its config.json is silent, and how its checkpoints are laid out.
+    """Defaults of a `model_type` for fields missing in config.json, and the layout of its checkpoints.
 
     Attributes:
         architecture: class name in transformers.
         norm_eps: default of `rms_norm_eps`.
-        num_kv_heads: default of `num_key_value_heads`; None is num_attention_heads, which null is in any family.
-        head_dim: default of `head_dim`; None is hidden_size / num_attention_heads.
-        partial_rotary: default share of a head's channels that rotate.
-        interleaved: rotary pairs are neighbouring channels.
-        qkv_bias: True or False where fixed, None where `attention_bias` decides.
-        default_bias: `attention_bias` where absent.
-        output_bias: whether `attention_bias` also adds one after attention.
-        mlp_bias: whether `mlp_bias` is honoured.
+        num_kv_heads: default of `num_key_value_heads`. None means num_attention_heads, as an explicit null does in
+            every family.
+        head_dim: default of `head_dim`; None means hidden_size / num_attention_heads.
+        partial_rotary: default fraction of a head's channels that rotate.
+        interleaved: whether rotary pairs are neighbouring channels.
+        qkv_bias: True or False if fixed, None if `attention_bias` decides.
+        default_bias: default of `attention_bias`.
+        output_bias: whether `attention_bias` also adds a bias to the output projection.
+        mlp_bias: whether `mlp_bias` is read.
         qk_norm, sandwich_norms: as in `ModelConfig`.
-        windows: which layers `sliding_window` concerns: "none", "all", or "some" (`layer_types` or `max_window_layers`).
+        windows: layers that `sliding_window` applies to: "none", "all", or "some" (`layer_types` or
+            `max_window_layers`).
         window: default of `sliding_window`.
-        bos, eos: defaults of `bos_token_id` and `eos_token_id`, where the vocabulary has them.
-        fused_qkv, fused_gate_up: projections that the checkpoint stores stacked in one tensor.
+        bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
+        fused_qkv, fused_gate_up: whether the checkpoint stores these projections stacked in one tensor.
     """
 
     architecture: str
@@ -109,28 +110,28 @@ FAMILIES: Mapping[str, Family] = {
     "glm": _GLM,
     "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", sandwich_norms=True),
 }
-"""Supported `model_type`s."""
+"""Supported values of `model_type`."""
 
 _PHI3_ORIGINAL_MAX_POSITION = 4096
-"""What `original_max_position_embeddings` is where a Phi-3 configuration does not say."""
+"""Default of `original_max_position_embeddings` for Phi-3."""
 
 _MAX_WINDOW_LAYERS = 28
-"""What `max_window_layers` is where a configuration does not say."""
+"""Default of `max_window_layers`."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Kinds of layers; `rope_parameters` may hold an object for each."""
+"""Kinds of layers. `rope_parameters` may have an object for each."""
 
 Ids = Annotated[list[Id], BeforeValidator(lambda value: value if isinstance(value, list) else [value])]
-"""One token or several."""
+"""One token id or a list."""
 
 _Length = Annotated[
     Size, BeforeValidator(lambda size: int(size) if isinstance(size, float) and size.is_integer() else size)
 ]
-"""Tokens; transformers only computes with some lengths, so a float is as good to it."""
+"""Length in tokens. An integral float is accepted, as in transformers."""
 
 
 class _Rope(Strict):
-    """What is read of `rope_scaling` and `rope_parameters`."""
+    """The fields of `rope_scaling` and `rope_parameters` that are read."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -151,7 +152,7 @@ class _Rope(Strict):
 
 
 class _Config(Strict):
-    """What is read of a `config.json`."""
+    """The fields of a `config.json` that are read."""
 
     model_type: str
     hidden_act: str | None = None
@@ -181,12 +182,12 @@ class _Config(Strict):
     eos_token_id: Ids | None = None
 
     def given(self, field: str, default: Any) -> Any:
-        """A field's value, null as well, or the default if it is missing."""
+        """Value of a field, which may be null; `default` only if the field is absent."""
         return getattr(self, field) if field in self.model_fields_set else default
 
 
 class _Generation(Strict):
-    """What is read of a `generation_config.json`."""
+    """The field of a `generation_config.json` that is read."""
 
     eos_token_id: Ids | None = None
 
@@ -194,15 +195,19 @@ class _Generation(Strict):
 def from_hf(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, source: str = "config.json"
 ) -> ModelConfig:
-    """Read the contents of a `config.json`.
+    """Convert the contents of a `config.json`.
 
     Args:
         config: its parsed contents.
-        generation_config: contents of `generation_config.json` beside it; its `eos_token_id` wins where present.
+        generation_config: contents of `generation_config.json`. Its `eos_token_id`, if present, takes precedence.
         source: file name for error messages.
 
+    Returns:
+        The configuration.
+
     Raises:
-        CheckpointError: unknown architecture, activation or rope type; quantised weights; a missing or impossible value.
+        CheckpointError: architecture, activation, rope type or quantisation is not supported, or a value is missing or
+            out of range.
     """
     family_name = config.get("model_type")
     if not isinstance(family_name, str) or family_name not in FAMILIES:
@@ -248,10 +253,13 @@ def from_hf(
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The contents of a `config.json` that transformers and `from_hf` both read as this model.
+    """Write a `config.json` that transformers and `from_hf` both read as this model.
+
+    Returns:
+        The contents, to be written as JSON.
 
     Raises:
-        CheckpointError: the family's checkpoints cannot express the configuration.
+        CheckpointError: the family's `config.json` cannot express the configuration.
     """
     if config.family not in FAMILIES:
         raise CheckpointError(f"cannot write family {config.family!r}; supported are {', '.join(FAMILIES)}")
@@ -274,7 +282,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": config.eos[0] if len(config.eos) == 1 else list(config.eos) or None,
         "rope_theta": config.rope.theta,
     }
-    # Transformers pads with Phi-3's default id unless told otherwise, and refuses one beyond the vocabulary.
+    # By default, transformers pads with Phi-3's id, and rejects an id beyond the vocabulary.
     fields["pad_token_id"] = config.eos[0] if config.eos else None
     if config.rope.dim != config.head_dim or family.partial_rotary != 1.0:
         fields["partial_rotary_factor"] = config.rope.dim / config.head_dim
@@ -307,13 +315,13 @@ def _refuse_unsupported(config: _Config, source: str) -> None:
         if method in (OWN_METHOD, *PACKED):
             return
         raise CheckpointError(
-            f"{source}: weights are quantised with {shortened(method)}, of which {', '.join(PACKED)} are read; "
-            "load the unquantised checkpoint or a GGUF file instead"
+            f"{source}: weights are quantised with {shortened(method)}; only {', '.join(PACKED)} are supported. "
+            "Load the unquantised checkpoint or a GGUF file instead"
         )
 
 
 def _rope(config: _Config, family: Family, head_dim: int, windows: tuple[int | None, ...], source: str) -> RopeConfig:
-    """The rotary embedding of all layers."""
+    """Read the rotary embedding, which all layers share."""
     kinds = {_LAYER_TYPES[window is not None] for window in windows}
     found = {_rope_of(kind, config, family, head_dim, source) for kind in sorted(kinds)}
     if len(found) > 1:
@@ -324,8 +332,8 @@ def _rope(config: _Config, family: Family, head_dim: int, windows: tuple[int | N
 
 
 def _rope_of(kind: str, config: _Config, family: Family, head_dim: int, source: str) -> RopeConfig:
-    """The rotary embedding of a kind of layers."""
-    # `rope_scaling` wins over `rope_parameters`, but the base may stand in either or beside them.
+    """Read the rotary embedding of one kind of layers."""
+    # `rope_scaling` takes precedence over `rope_parameters`, but the base may be in either or at the top level.
     beside = _rope_fields("rope_parameters", kind, config, source) or _Rope()
     rope = _rope_fields("rope_scaling", kind, config, source) or beside
     share = _first(rope.partial_rotary_factor, config.partial_rotary_factor, family.partial_rotary)
@@ -339,10 +347,10 @@ def _rope_of(kind: str, config: _Config, family: Family, head_dim: int, source: 
 
 
 def _rope_fields(key: str, kind: str, config: _Config, source: str) -> _Rope | None:
-    """What a field holds for a kind of layers; None if there is nothing.
+    """Read the rope fields of a kind of layers; None if `key` is absent or empty.
 
     Raises:
-        CheckpointError: it holds objects, but not one for this kind, or for others than kinds of layers.
+        CheckpointError: the value contains objects, but none for this kind, or some under unknown names.
     """
     fields = getattr(config, key)
     if not fields:
@@ -356,7 +364,7 @@ def _rope_fields(key: str, kind: str, config: _Config, source: str) -> _Rope | N
             f"{' and '.join(_LAYER_TYPES)}"
         )
     if kind not in objects:
-        raise CheckpointError(f"{source}: {key} has no object for {kind}, which layers of the model are")
+        raise CheckpointError(f"{source}: {key} has no object for {kind}, but the model has such layers")
     return checked(_Rope, fields[kind], source, f"{key}.{kind}.")
 
 
@@ -365,7 +373,7 @@ def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
     phi3, window = config.model_type == "phi3", config.max_position_embeddings
     if phi3 and kind in ("su", "yarn"):  # names that early Phi-3 checkpoints gave to LongRoPE
         kind = "longrope"
-    # Phi-3 keeps the original window beside the rope fields, and there it has the last word.
+    # Phi-3 stores the original window outside of the rope fields, and that value takes precedence.
     original = _first(
         config.original_max_position_embeddings,
         rope.original_max_position_embeddings,
@@ -409,7 +417,7 @@ def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
 
 
 def _yarn_attention_factor(rope: _Rope, factor: float) -> float | None:
-    """The factor on cosine and sine; None leaves YaRN's own. `mscale` fields are DeepSeek's refinement of it."""
+    """Factor on cosine and sine; None uses YaRN's own. The `mscale` fields are DeepSeek's variant."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if not (rope.mscale and rope.mscale_all_dim) or factor <= 1:
@@ -450,7 +458,7 @@ def _scaling_to_hf(config: ModelConfig) -> dict[str, Any]:
                 fields["factor"] = factor
             return fields if attention_factor is None else fields | {"attention_factor": attention_factor}
         case scaling:
-            raise CheckpointError(f"a config.json has no word for rope scaling {scaling!r}")
+            raise CheckpointError(f"a config.json cannot express rope scaling {scaling!r}")
 
 
 def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, ...]:

@@ -1,6 +1,7 @@
-"""Models from the Hugging Face hub: the safetensors weights, the configuration and the tokenizer, and nothing else.
+"""Downloads models from the Hugging Face hub: safetensors weights, configuration and tokenizer only.
 
-The hub's client is imported when something is asked of it: it takes as long as a third of the rest, and most models lie on the disk.
+The hub's client is imported when it is first used. Its import takes a third as long as the rest of kvjax, and most
+models are local.
 """
 
 import re
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError
@@ -17,25 +18,27 @@ from .huggingface import FLOAT_OF, INDEX, INT_OF, checkpoint_of, open_directory,
 from .progress import watched
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What a model's id looks like."""
+"""Pattern of a model's id."""
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-"""Weight files that are fetched; pickles never are."""
+"""Weight files that are downloaded. Pickles never are."""
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 """Files of a tokenizer."""
 
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER)
-"""Small files that are fetched."""
+"""Small files that are downloaded."""
 
 _ELSEWHERE = ("*/*", "consolidated*")
-"""Copies of the weights in other layouts, which some repositories carry too."""
+"""Copies of the weights in other layouts, which some repositories also contain."""
 
 
 def fetch(
     repo_id: str, *, revision: str | None = None, token: str | bool | None = None, progress: bool | None = None
 ) -> Path:
-    """Download a model, or find it in the hub client's own cache; ``HF_HUB_OFFLINE`` and ``HF_ENDPOINT`` hold.
+    """Download a model, or find it in the hub client's own cache.
+
+    The client's variables ``HF_HUB_OFFLINE`` and ``HF_ENDPOINT`` apply.
 
     Args:
         repo_id: ``owner/name``.
@@ -43,8 +46,12 @@ def fetch(
         token: see `kvjax.conversion.load`.
         progress: see `kvjax.conversion.load`.
 
+    Returns:
+        The local directory.
+
     Raises:
-        CheckpointError: no such model, no access, no connection, or no safetensors weights.
+        CheckpointError: the model does not exist, is not accessible, has no safetensors weights, or there is no
+            connection.
     """
     path = _download(repo_id, [*COMPANIONS, *WEIGHTS], revision, token, progress)
     if not any(path.glob("*.safetensors")):
@@ -55,7 +62,8 @@ def fetch(
 def open_headers(
     repo_id: str, *, revision: str | None = None, token: str | bool | None = None, progress: bool | None = None
 ) -> Checkpoint:
-    """Describe a model on the hub by the headers of its weight files, of which only the first kilobytes are fetched.
+    """Open a model on the hub from the headers of its weight files. Only the first kilobytes of each file are
+    downloaded.
 
     Args:
         repo_id: ``owner/name``.
@@ -64,7 +72,7 @@ def open_headers(
         progress: see `kvjax.conversion.load`.
 
     Raises:
-        CheckpointError: as `fetch`, or a damaged header.
+        CheckpointError: as `fetch`, or a header is damaged.
     """
     import huggingface_hub
     import huggingface_hub.errors
@@ -81,7 +89,7 @@ def open_headers(
             header = huggingface_hub.parse_safetensors_file_metadata(repo_id, name, revision=revision, token=token)
         except huggingface_hub.errors.EntryNotFoundError as error:
             raise CheckpointError(_no_weights(repo_id)) from error
-        except Exception as error:  # the client and the libraries under it share no base class
+        except Exception as error:  # the client and its libraries share no base class
             raise CheckpointError(f"{repo_id}: header of {name} cannot be read ({_first_line(error)})") from error
         for tensor, info in header.tensors.items():
             begin, end = info.data_offsets
@@ -98,7 +106,7 @@ def open_headers(
 def fetch_config(
     repo_id: str, *, revision: str | None = None, token: str | bool | None = None, progress: bool | None = None
 ) -> ModelConfig:
-    """The shape of a model on the hub, of which nothing but the configuration is fetched.
+    """Download the configuration of a model on the hub, and nothing else.
 
     Args:
         repo_id: ``owner/name``.
@@ -107,21 +115,25 @@ def fetch_config(
         progress: see `kvjax.conversion.load`.
 
     Raises:
-        CheckpointError: no such model, no access, no connection, or an unknown architecture.
+        CheckpointError: the model does not exist, is not accessible, has an unknown architecture, or there is no
+            connection.
     """
     return read_config(_download(repo_id, ["config.json", "generation_config.json"], revision, token, progress))
 
 
 def fetch_tokenizer(repo_id: str, *, token: str | bool | None = None, progress: bool | None = None) -> Path:
-    """Download a tokenizer alone.
+    """Download only the tokenizer of a repository.
 
     Args:
         repo_id: ``owner/name``.
         token: see `kvjax.conversion.load`.
         progress: see `kvjax.conversion.load`.
 
+    Returns:
+        The local directory.
+
     Raises:
-        CheckpointError: no such repository, no access or no connection.
+        CheckpointError: the repository does not exist or is not accessible, or there is no connection.
     """
     return _download(repo_id, list(TOKENIZER), None, token, progress)
 
@@ -146,13 +158,13 @@ def _download(
             etag_timeout=5,
             tqdm_class=hub_bar if watched(progress) else Silent,
         )
-    except Exception as error:  # the client and the libraries under it share no base class
+    except Exception as error:  # the client and its libraries share no base class
         raise CheckpointError(f"{repo_id}: not available from the Hugging Face hub ({_first_line(error)})") from error
     return Path(path)
 
 
 def _not_fetched(start: int, out: np.ndarray) -> None:
-    raise CheckpointError("only the headers of this model were fetched; load it to have its weights")
+    raise CheckpointError("only the headers of this model were downloaded; load it to have its weights")
 
 
 def _no_weights(repo_id: str) -> str:

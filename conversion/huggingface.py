@@ -1,4 +1,4 @@
-"""A Hugging Face model directory: `config.json`, safetensors (one file or shards), tokenizer files."""
+"""Opens a Hugging Face model directory: `config.json`, safetensors (one file or shards) and tokenizer files."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError, safe_open
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told
@@ -25,22 +25,22 @@ from .tokenizer import Tokenizer
 from .variants import HEAD, prefixed, with_head
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of checkpoints that unpickling, and so possibly code, would open."""
+"""Suffixes of pickled checkpoints. Unpickling can run code, so they are refused."""
 
 INDEX = "model.safetensors.index.json"
 
 FLOAT_OF: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Supported types by their names in safetensors files."""
+"""Supported floating-point types, by their names in safetensors files."""
 
 INT_OF: Mapping[str, str] = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
-"""Types that arrays of matrices in 8 and 4 bits have besides."""
+"""Integer types, which only the arrays of quantised matrices use."""
 
 
 def open_directory(path: Path) -> Checkpoint:
     """Read the headers of a Hugging Face directory.
 
     Raises:
-        CheckpointError: no or damaged configuration or weights, pickled weights, a tensor twice.
+        CheckpointError: configuration or weights are missing or damaged, weights are pickled, or a tensor occurs twice.
     """
     return checkpoint_of(path, config=read_config(path), tensors=read_headers(weight_files(path)))
 
@@ -48,7 +48,10 @@ def open_directory(path: Path) -> Checkpoint:
 def checkpoint_of(
     path: Path, tensors: Mapping[str, StoredTensor], config: ModelConfig, *, headers_only: bool = False
 ) -> Checkpoint:
-    """The checkpoint that a directory's configuration and tokenizer make of some tensors, which `headers_only` says cannot be read."""
+    """Build a checkpoint from a directory's configuration, its tokenizer and some tensors.
+
+    With `headers_only`, the numbers of the tensors cannot be read.
+    """
     source = path / "config.json"
     fields = read_json(source)
     tensors = unpacked(prefixed(tensors), fields.get("quantization_config"), source, lambda: hf_layout(config))
@@ -70,13 +73,13 @@ def checkpoint_of(
 
 
 class _Own(Strict):
-    """The arrays that each matrix in 8 or 4 bits was written with; older versions did not list them."""
+    """The arrays that kvjax wrote for each quantised matrix. Older versions did not list them."""
 
     matrices: dict[str, list[str]] | None = Field(None, alias=OWN_MATRICES)
 
 
 def _check_arrays(source: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str, list[str]]) -> None:
-    """Refuse a matrix without one of its arrays: without its minima it would be another matrix."""
+    """Raise if a matrix lacks one of its arrays. Without its minima, for example, it would have other values."""
     found = {name: {field for field in FIELDS if f"{name}.{field}" in tensors} for name in {*own, *matrices(tensors)}}
     for name, fields in sorted(found.items()):
         if fields != (wanted := set(own.get(name, ()))):
@@ -86,7 +89,7 @@ def _check_arrays(source: Path, tensors: Mapping[str, StoredTensor], own: Mappin
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The configuration in a directory's `config.json` and `generation_config.json`."""
+    """Read the configuration from a directory's `config.json` and `generation_config.json`."""
     generation = path / "generation_config.json"
     return from_hf(
         read_json(path / "config.json"),
@@ -96,7 +99,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Refuse a pickled checkpoint by its name, before anything opens it."""
+    """Raise for a pickled checkpoint, which is recognised by its suffix and never opened."""
     raise CheckpointError(
         f"{path}: a {path.suffix} checkpoint is a pickle, which can run code when opened; it was not opened. "
         "Use the model's safetensors files, or convert it where you trust it"
@@ -104,7 +107,7 @@ def refuse_pickle(path: Path) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that make up the model: those the index names, or else all there are."""
+    """The safetensors files of the model: those in the index, or all of them if there is no index."""
     index = path / INDEX
     if present(index):
         files = [path / name for name in shard_names(index)]
@@ -122,10 +125,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index says hold the tensors.
+    """Names of the files that the index lists.
 
     Raises:
-        CheckpointError: no index, or one that names something else than safetensors files beside it.
+        CheckpointError: the index is missing, or names files other than safetensors files in the same directory.
     """
     held = checked(_Index, read_json(index), index)
     return sorted(set(held.weight_map.values()))
@@ -138,16 +141,16 @@ def _beside(name: str) -> str:
 
 
 class _Index(Strict):
-    """What is read of an index: the file that holds each tensor."""
+    """The field of an index that is read: the file of each tensor."""
 
     weight_map: Annotated[dict[str, Annotated[str, AfterValidator(_beside)]], Field(min_length=1)]
 
 
 def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
-    """What tensors the files hold, from their headers.
+    """Read the headers of the files and return their tensors by name.
 
     Raises:
-        CheckpointError: a damaged file, or a tensor that two files (or one file twice) hold.
+        CheckpointError: a file is damaged, or a tensor occurs twice.
     """
     found: dict[str, StoredTensor] = {}
     for file in files:
@@ -159,13 +162,15 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def ignored(config: ModelConfig) -> Callable[[str], bool]:
-    """Tensors that some checkpoints carry and no model needs: rotary frequencies, and a tied head stored again."""
+    """Select tensors that some checkpoints contain and no model needs: rotary frequencies, and a second copy of a tied
+    head.
+    """
     return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD)
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
-        # The library checks that header and length of the file agree; it does not tell where the tensors are.
+        # The library checks that the header matches the file's length, but does not expose where the tensors are.
         with safe_open(file, framework="numpy"):
             pass
         with file.open("rb") as stream:

@@ -1,21 +1,21 @@
-"""Which parameters each checkpoint tensor holds: the one table that loading and writing share.
+"""Which parameters each checkpoint tensor contains. Loading and writing share this table.
 
-A layout maps a tensor's name in the checkpoint to the parameters stacked in its rows, in order. Most tensors hold one;
-fused projections hold two or three. Loading slices the rows, writing concatenates them.
+A layout maps a tensor's name in the checkpoint to the parameters stacked in its rows, in order. Most tensors contain
+one parameter; fused projections contain two or three. Loading slices the rows, and writing concatenates them.
 """
 
 from collections.abc import Mapping
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .hf_config import FAMILIES
 
 Layout = Mapping[str, tuple[str, ...]]
-"""Checkpoint tensor name → names of the parameters in its rows (as `kvjax.models.params.name_of` spells them)."""
+"""Checkpoint tensor name → parameters in its rows, named as by `kvjax.models.params.name_of`."""
 
 
 def hf_layout(config: ModelConfig) -> Layout:
-    """The layout of a Hugging Face checkpoint of `config.family`."""
+    """Layout of a Hugging Face checkpoint of `config.family`."""
     family = FAMILIES[config.family]
     block: dict[str, tuple[str, ...]] = {
         "input_layernorm.weight": ("attn_norm",),

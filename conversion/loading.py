@@ -1,4 +1,4 @@
-"""`load`: one function for every kind of checkpoint."""
+"""`load`: the entry point that loads any supported checkpoint."""
 
 import dataclasses
 from functools import partial
@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax import files
-from kvjax.arguments import short, shown
+from kvjax._util import files
+from kvjax._util.arguments import short, shown
+from kvjax._util.user_files import expanded
 from kvjax.models.params import Params
 from kvjax.models.sharding import get_mesh, get_shard, place, place_from
-from kvjax.user_files import expanded
 
 from . import default_model, hub
 from .checkpoint import FLOATS, Checkpoint, assemble, check_kinds, kinds_of
@@ -38,40 +38,53 @@ def load(
     progress: bool | None = None,
     mesh: Mesh | str | None = None,
 ) -> Params:
-    """Load a model, its tensors streaming from the file to the device one at a time.
+    """Load a model. Tensors stream from the file to the device one at a time.
 
     Args:
-        source: a Hugging Face directory or hub id (``owner/name``), a GGUF file (of a split model the first file), a directory that `convert` or `save` wrote, or
-            None or "SmolLM2-135M-Instruct" (in any case) for the default model.
-        dtype: type of the parameters, and of activations and cache, float32, bfloat16 or float16. By default float32 on CPU and the checkpoint's own
-            elsewhere (bfloat16 for quantised ones).
-        weights: how matrices of the layers are held: "float"; "int8", symmetric with a scale per output; "int4", in groups of 32 with a
-            scale and a minimum, but for what a file has in 4 bits already; or "as stored", which keeps GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors and what
-            `convert` wrote in 8 or 4 bits without loss. By default floats from a GGUF file, else as stored.
-        embedding: the same of embedding and head; by default "as stored" if `weights` is, else "float".
-        tokenizer: used in place of the checkpoint's own: a directory with a ``tokenizer.json``, a GGUF file, a hub id, or a
-            `kvjax.conversion.Tokenizer`. End tokens stay those of the model.
-        device: a jax device or sharding to put the parameters on, or text: a platform, such as "cpu", "gpu", "cuda" or "tpu", and perhaps which of
-            its devices, such as "gpu:1". None is jax's default device. Programs run on the default device: to compute elsewhere, also set
-            `jax.config.update("jax_default_device", ...)`, or JAX_PLATFORMS.
+        source: one of these; None loads the default model, as does its name "SmolLM2-135M-Instruct", whatever its case:
+            a Hugging Face directory or hub id (``owner/name``),
+            a GGUF file (the first file of a split model),
+            or a directory that `convert` or `save` wrote.
+        dtype: type of parameters, activations and cache: float32, bfloat16 or float16. The default is float32 on CPU
+            and the checkpoint's own type elsewhere (bfloat16 for quantised checkpoints).
+        weights: how matrices of the layers are stored in memory.
+            "float" uses `dtype`.
+            "int8" is symmetric, with one scale per output.
+            "int4" has groups of 32 inputs with a scale and a minimum. A matrix that the file stores in 4 bits keeps its codes.
+            "as stored" keeps codes in 8 or 4 bits without loss. This covers GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+            Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors, and checkpoints that `convert` wrote.
+            None means "float" for a GGUF file and "as stored" otherwise.
+        embedding: the same for embedding and head. The default is "as stored" if `weights` is, and "float" otherwise.
+        tokenizer: replaces the checkpoint's tokenizer: a directory with a ``tokenizer.json``, a GGUF file, a hub id, or
+            a `kvjax.conversion.Tokenizer`. The end tokens remain those of the model.
+        device: jax device or sharding for the parameters, or text: a platform such as "cpu", "gpu", "cuda" or "tpu",
+            optionally with an index, such as "gpu:1". None uses jax's default device. Programs run on the default
+            device. To compute elsewhere, also set `jax.config.update("jax_default_device", ...)` or JAX_PLATFORMS.
         revision: branch, tag or commit of a model on the hub; None is its main branch.
-        token: for models on the hub that are not open to all. None takes the one that ``HF_TOKEN`` or ``hf auth login`` gives,
-            False none.
-        progress: draw progress bars; None draws them if the error stream is a terminal.
-        mesh: devices to share the parameters, as for `kvjax.Engine`, in place of `device`; whatever they are given to runs there. Each process reads
-            only what its own devices are to have.
+        token: access token for the hub. None uses ``HF_TOKEN`` or the token of ``hf auth login``; False uses none.
+        progress: whether to draw progress bars; None draws them if the error stream is a terminal.
+        mesh: mesh over which parameters are sharded, as for `kvjax.Engine`, instead of `device`. Programs with these
+            parameters run on the mesh. Each process reads only the parts for its own devices.
 
-    Warns of weights that are NaN or infinite, of tokens that the model does not know, and of a head that differs from the embedding to which the
-    configuration ties it.
+    Returns:
+        The parameters, with configuration and tokenizer.
+
+    Warns:
+        UserWarning: weights are NaN or infinite, the tokenizer has tokens that the model does not know, or the
+            configuration ties a head that differs from the embedding.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind, or there is no such tokenizer.
-        ValueError: a dtype or a kind of weights that parameters cannot have, a device that is not here, a revision of what is not on the hub, or a
-            mesh that cannot share the model.
+        CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind, or the tokenizer is not
+            found.
+        ValueError: `dtype`, `weights` or `embedding` is not supported, `device` does not exist, `revision` is given for
+            a model that is not on the hub, or the model cannot be sharded over `mesh`.
+
+    Example:
+        >>> params = kvjax.load("Qwen/Qwen3-0.6B", dtype="bfloat16")
     """
     check_kinds(weights, embedding)
     if mesh is not None and device is not None:
-        raise ValueError(f"device={device} and a mesh; give one of the two")
+        raise ValueError(f"device={device} and a mesh are both given; give one of the two")
     mesh, device = None if mesh is None else get_mesh(mesh), _device(device)
     wanted = None if dtype is None else float_name(dtype)
     checkpoint = open_checkpoint(source, progress, revision=revision, token=token, tokenizer=tokenizer)
@@ -84,7 +97,7 @@ def load(
     shard = get_shard(mesh, checkpoint.config)
     checkpoint.check()
     for name, shape in checkpoint.shapes(FLOATS[wanted], kinds).items():
-        place(shard, name, shape)  # says what cannot be dealt, before anything is read
+        place(shard, name, shape)  # raises before any weight is read, if a parameter cannot be sharded
     return assemble(checkpoint, wanted, partial(place_from, shard), progress, kinds)
 
 
@@ -97,10 +110,12 @@ def open_checkpoint(
     token: str | bool | None = None,
     tokenizer: TokenizerSource | None = None,
 ) -> Checkpoint:
-    """Find a checkpoint, downloading it if need be, and read its headers.
+    """Find a checkpoint, downloading it if necessary, and read its headers.
 
-    With `headers_only`, the weights of a hub id are not downloaded; everything but reading them works. `tokenizer` is found first,
-    and takes the place of the checkpoint's own.
+    Args:
+        source, revision, token, progress: as for `load`.
+        headers_only: whether to download only the headers of a model on the hub. Its weights then cannot be read.
+        tokenizer: replaces the checkpoint's tokenizer. It is looked up before the checkpoint.
     """
     if tokenizer is not None:
         find = find_tokenizer(tokenizer, token=token, progress=progress)
@@ -111,7 +126,7 @@ def open_checkpoint(
     path = default_model.locate(progress) if _is_default(source) else expanded(str(source))
     try:
         if not path.exists():
-            files.recover(path)  # a run that was killed while it replaced this model
+            files.recover(path)  # restores a model whose replacement was interrupted
         if path.suffix in PICKLES:
             refuse_pickle(path)
         if not path.exists() and hub.ID.fullmatch(str(source)):
@@ -129,7 +144,7 @@ def _open(path: Path, source: str | Path | None) -> Checkpoint:
     if present(path):
         if path.suffix == ".safetensors":
             raise CheckpointError(
-                f"{path}: a safetensors file says nothing of the model; give the directory it lies in"
+                f"{path}: a safetensors file does not describe the model; give the directory that contains it"
             )
         return open_gguf(path)
     raise CheckpointError(
@@ -139,10 +154,10 @@ def _open(path: Path, source: str | Path | None) -> Checkpoint:
 
 
 def _device(device: Any) -> Any:
-    """A device or sharding of JAX, from one, or from text such as "cpu" or "gpu:1".
+    """Parse a device argument: a jax device or sharding, or text such as "cpu" or "gpu:1".
 
     Raises:
-        ValueError: it is none, or there is no such device here.
+        ValueError: the argument has another form, or there is no such device.
     """
     if device is None or isinstance(device, jax.Device | jax.sharding.Sharding):
         return device
@@ -163,10 +178,10 @@ def _device(device: Any) -> Any:
 
 
 def float_name(dtype: Any) -> str:
-    """Name of a floating-point type that parameters may have.
+    """Name of a supported floating-point type.
 
     Raises:
-        ValueError: any other type.
+        ValueError: the type is not supported.
     """
     try:
         name = np.dtype(dtype).name
@@ -191,6 +206,6 @@ def _open_directory(path: Path) -> Checkpoint:
 
 def _platform(device: Any) -> str:
     if device is None:
-        device = jax.numpy.zeros(()).sharding  # where arrays go by default, `jax.default_device` included
+        device = jax.numpy.zeros(()).sharding  # where arrays are placed by default, which honours `jax.default_device`
     devices = getattr(device, "device_set", {device})
     return next(iter(devices)).platform

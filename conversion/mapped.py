@@ -1,4 +1,4 @@
-"""Parts of arrays in files by memory maps: of a file only the pages are read that a part lies on."""
+"""Reads parts of arrays in files through memory maps, so that only the pages of a part are read."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,18 @@ import numpy as np
 def mapped(
     file: Path, dtype: Any, offset: int, shape: tuple[int, ...], rows: slice | np.ndarray, columns: slice = slice(None)
 ) -> np.ndarray:
-    """A part of an array, which is not read before it is looked at. The map is its own: pages leave memory with it.
+    """Map a part of an array in a file. It is read on access, and its pages are freed with it.
 
     Args:
-        file: that holds the array as it is in memory.
-        dtype, offset, shape: of the array, whose first byte is at `offset`.
-        rows: a range of the first axis, or numbers of rows, which are read at once.
-        columns: a range of the last axis, of arrays that have more than one.
+        file: file that contains the array in its in-memory layout.
+        dtype, shape: type and shape of the whole array.
+        offset: position of the array's first byte.
+        rows: range of the first axis, or indices of rows. Indexed rows are read at once.
+        columns: range of the last axis. Ignored for arrays with one axis.
 
     Raises:
         ValueError: the file is too short.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     stored = np.memmap(file, dtype, mode="r", offset=offset, shape=shape)
     part = np.asarray(stored)[rows]

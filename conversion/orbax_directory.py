@@ -1,10 +1,10 @@
-"""Our own checkpoint: an Orbax pytree beside the configuration and the tokenizer.
+"""Reads and writes kvjax's own checkpoints: an Orbax pytree, the configuration and the tokenizer.
 
 ::
 
-    kvjax.json             version, configuration, type of the parameters
-    params/                Orbax checkpoint of a flat dictionary, parameter name → array
-    tokenizer.json …       as in a Hugging Face directory
+        kvjax.json             version, configuration, type of the parameters
+        params/                Orbax checkpoint of a flat dictionary, parameter name → array
+        tokenizer.json …       as in a Hugging Face directory
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorstore
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join, parameter_shapes
 from .config_json import Header, config_from_json, config_to_json
@@ -30,40 +30,44 @@ from .text_files import present, read_json
 from .tokenizer import Tokenizer
 
 MARK = "kvjax.json"
-"""The file that tells such a directory."""
+"""The file that identifies a kvjax checkpoint."""
 
 VERSION = 1
 
 _HEADER = b"/.zarray"
-"""Ending of the key under which the store keeps an array's shape, type and chunks."""
+"""Suffix of the keys under which the store has an array's shape, type and chunks."""
 
 
 def open_orbax(path: Path) -> Checkpoint:
     """Read the metadata of a directory that `write_orbax` wrote.
 
     Raises:
-        CheckpointError: another version, unknown fields, or a damaged Orbax checkpoint.
+        CheckpointError: the version is not supported, fields are unknown, or the Orbax checkpoint is damaged.
     """
     header = checked(Header, read_json(path / MARK), path / MARK)
     if header.version != VERSION:
-        raise CheckpointError(f"{path / MARK}: version {header.version}, this kvjax reads version {VERSION}")
+        raise CheckpointError(
+            f"{path / MARK}: version {header.version} is not supported; this kvjax reads version {VERSION}"
+        )
     config = config_from_json(header.config, str(path / MARK))
     directory = path / "params"
     for file in directory.rglob("*"):
         if not file.is_dir():
-            present(file)  # the store would wait for a pipe
+            present(file)  # raises for a pipe, on which the store would block
     try:
         store = tensorstore.KvStore.open(_store(directory)).result()
         headers = {key: json.loads(store[key]) for key in store.list().result() if key.endswith(_HEADER)}
         if not headers:
-            raise ValueError("it holds no arrays")
+            raise ValueError("it contains no arrays")
         tensors = {key.removesuffix(_HEADER).decode(): header for key, header in headers.items()}
     except (ValueError, OSError, KeyError, RuntimeError, RecursionError) as error:
         raise CheckpointError(f"{directory}: not an Orbax checkpoint, or damaged ({told(error)})") from error
     held = join({name: _stored(directory, name, header) for name, header in tensors.items()}, directory)
     for name, tensor in held.items():
         if tensor.kept is None and tensor.dtype not in FLOATS:
-            raise CheckpointError(f"{directory}: tensor {name} is of type {tensor.dtype}; give {', '.join(FLOATS)}")
+            raise CheckpointError(
+                f"{directory}: tensor {name} is of type {tensor.dtype}; supported are {', '.join(FLOATS)}"
+            )
     return Checkpoint(
         source=path,
         format="orbax",
@@ -88,10 +92,11 @@ def write_orbax(
 
     Args:
         path: the directory.
-        config: the model.
-        parameters: by name, what makes the host array; called one after another, so that one array is held at a time, or a few small ones.
-        dtype: name of the type that those have which are floats.
-        tokenizer: written beside them.
+        config: the model's configuration.
+        parameters: by name, functions that return host arrays. They are called one at a time, so that memory holds one
+            array, or a few small ones.
+        dtype: name of the type of floating-point parameters.
+        tokenizer: written to the same directory.
     """
     with _logging_as_it_was():
         from . import orbax_streaming
@@ -105,7 +110,9 @@ def write_orbax(
 
 @contextlib.contextmanager
 def _logging_as_it_was() -> Iterator[None]:
-    """Undo what writing with Orbax does to the program's logging: its messages, of absl, give the root logger a handler when it has none."""
+    """Restore the program's logging after a write. Orbax logs with absl, which adds a handler to a root logger that has
+    none.
+    """
     loggers = [logging.root, logging.getLogger("absl")]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     try:
@@ -117,16 +124,16 @@ def _logging_as_it_was() -> Iterator[None]:
 
 
 def _store(directory: Path, prefix: str = "") -> dict[str, Any]:
-    """Where the arrays are, in TensorStore's words.
+    """TensorStore's specification of the key-value store.
 
-    Reading goes to the array store beneath Orbax, in the layout that `write_orbax` asks Orbax for: its own restore holds four
-    copies of a tensor on the way, and takes ten times as long when called for one tensor at a time.
+    Arrays are read from the store below Orbax, in the layout that `write_orbax` requests. Orbax's restore holds four
+    copies of a tensor at a time, and takes ten times as long when tensors are restored one by one.
     """
     return {"driver": "ocdbt", "base": directory.absolute().as_uri(), "path": prefix}
 
 
 class _Array(Strict):
-    """What is read of an array's header."""
+    """The fields of an array's header that are read."""
 
     shape: list[Size]
     chunks: list[Size]
@@ -137,7 +144,9 @@ def _stored(directory: Path, name: str, header: Any) -> StoredTensor:
     held = checked(_Array, header, f"{directory}: tensor {name}")
     shape, dtype = tuple(held.shape), np.dtype(held.dtype)
     if len(held.chunks) != len(shape) or any(map(operator.gt, held.chunks, shape)):
-        raise CheckpointError(f"{directory}: tensor {name} of shape {list(shape)} is in pieces of {held.chunks}")
+        raise CheckpointError(
+            f"{directory}: tensor {name} of shape {list(shape)} has chunks of {held.chunks}, which do not fit it"
+        )
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
         part = [slice(start, start + len(out)), *map(slice, out.shape[1:])]
@@ -147,7 +156,7 @@ def _stored(directory: Path, name: str, header: Any) -> StoredTensor:
         try:
             array = tensorstore.open(spec, open=True, read=True).result()
             rows = tensorstore.cast(array, tensorstore.dtype(out.dtype))[tuple(part)]
-            # Straight into place, chunk by chunk.
+            # Reads straight into `out`, chunk by chunk.
             tensorstore.array(out).write(rows).result()
         except (ValueError, OSError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{directory}: tensor {name} cannot be restored ({told(error)})") from error

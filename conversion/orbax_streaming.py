@@ -1,4 +1,4 @@
-"""Orbax's own saving, with one tensor in memory at a time, or a few small ones.
+"""Saves with Orbax while memory holds only one tensor, or a few small ones.
 
 Importing Orbax takes seconds and configures logging, so this module is imported only to write.
 """
@@ -16,16 +16,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
-"""Where TensorStore's text of an error has the system's number of it."""
+"""The system's error number in a TensorStore message."""
 
 _CHUNK_BYTES = 1 << 20
-"""Size of the pieces in which tensors are stored, and which reading holds a few of."""
+"""Size of the chunks in which tensors are stored, in bytes. Reading holds a few of them."""
 
 _BATCH_BYTES = 1 << 24
-"""Size of the tensors that are written together.
+"""Tensors are written in batches of up to this size, in bytes.
 
-Whenever something is written, the store writes its index of all tensors again, and keeps the old ones. With a write for each tensor, indices were a
-third of a model of 600 tensors, and writing took five times as long.
+Every write appends a new index of all tensors to the store. With one write per tensor, the indices were a third of a
+checkpoint of 600 tensors, and writing took five times as long.
 """
 
 
@@ -33,24 +33,25 @@ def save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None
     """Write an Orbax checkpoint of a flat dictionary.
 
     Args:
-        path: the folder to make.
-        parameters: by name, what makes the array. Each is called once those before it are on disk, but for the last few megabytes of them.
+        path: directory to create.
+        parameters: by name, functions that return host arrays. Each is called once the arrays before it are on disk,
+            except for the last few megabytes.
 
     Raises:
-        OSError: the disk is full, for example.
+        OSError: for example, the disk is full.
     """
     tree = {name: _Later(read) for name, read in parameters.items()}
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
-    # Orbax warns of a registry that does not know of jax's arrays, though there are none.
+    # Without a jax.Array handler, Orbax warns, although the tree contains none.
     registry = ocp.type_handlers.create_type_handler_registry(
         (_Later, _Batches()), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, type_handler_registry=registry)
-    logging.getLogger("absl").setLevel(logging.CRITICAL + 1)  # it logs the traceback of whatever is raised
+    logging.getLogger("absl").setLevel(logging.CRITICAL + 1)  # absl would log the traceback of every exception
     try:
         with ocp.Checkpointer(handler) as orbax:
             orbax.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=chunks))
-    except Exception as error:  # TensorStore has the system's errors in its texts
+    except Exception as error:  # TensorStore reports system errors only in its messages
         if (found := _SYSTEM_ERROR.search(str(error))) is None:
             raise
         code = int(found[1])
@@ -58,14 +59,14 @@ def save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None
 
 
 class _Later:
-    """A leaf that becomes an array when it is written."""
+    """A leaf that is converted to an array when it is written."""
 
     def __init__(self, read: Callable[[], np.ndarray]) -> None:
         self.read = read
 
 
 class _Batches(ocp.type_handlers.NumpyHandler):
-    """Writes leaves as NumPy arrays, each made when the ones before have been written, or are few bytes."""
+    """Writes leaves as NumPy arrays. Each batch of small arrays is on disk before the next is read."""
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         batch, size = [], 0
@@ -86,7 +87,9 @@ class _Batches(ocp.type_handlers.NumpyHandler):
             await asyncio.to_thread(written.result)
 
     async def _background_serialize(self, values: Any, infos: Any, args: Any = None) -> None:
-        """What Orbax runs in a loop of its own. After an error, the writes that go on tell a loop that is closed, so they are waited for."""
+        """Wait for pending writes after an error. Orbax closes the event loop, to which those writes would still
+        report.
+        """
         before = asyncio.all_tasks()
         try:
             await super()._background_serialize(values, infos, args)
@@ -94,5 +97,5 @@ class _Batches(ocp.type_handlers.NumpyHandler):
             await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
 
     def memory_size(self, values: Sequence[Any]) -> Sequence[tuple[int, int]]:
-        """Bytes written and read, which versions before 0.12 want for their log."""
+        """Bytes written and read, which Orbax before 0.12 needs for its log."""
         return [(0, 0)] * len(values)

@@ -1,7 +1,7 @@
-"""A package's file from the Python package index that pip would ask, with or without pip.
+"""Downloads a package's file from the package index that pip is configured to use. pip need not be installed.
 
-Where indexes are, and how to reach them, is said to pip in its configuration files and in variables ``PIP_…``; the rest is the
-`unearth` library's.
+Indexes and access to them are read from pip's configuration files and ``PIP_…`` variables. The `unearth` library does
+the rest.
 """
 
 import configparser
@@ -19,17 +19,17 @@ from .progress import Meter
 
 
 def download(requirement: str, folder: Path, progress: bool | None = None) -> Path:
-    """Download the file that best meets a requirement, or find it where an index on this machine has it.
+    """Download the file that best matches a requirement, or return its path if an index on this machine has it.
 
     Args:
-        requirement: as pip takes it, ``name==version``.
-        folder: where downloads go.
+        requirement: in pip's syntax, ``name==version``.
+        folder: directory for downloads.
         progress: see `kvjax.conversion.load`.
 
     Raises:
-        CheckpointError: no index has it, or none can be reached.
+        CheckpointError: no index has the package, or none can be reached.
     """
-    # Imported here: few programs download anything, and the import changes a class of the HTTP client that others use too.
+    # Imported late: few programs download, and the import changes a class of the HTTP client that others use too.
     from unearth import PackageFinder
     from unearth.auth import MultiDomainBasicAuth
     from unearth.fetchers import PyPIClient
@@ -44,7 +44,7 @@ def download(requirement: str, folder: Path, progress: bool | None = None) -> Pa
             timeout=float(settings.get("timeout", 15)),
         ) as client:
             index = [] if _true(settings, "no-index") else settings.get("index-url", "").split()
-            # Without sources of its own the finder takes the public index, as pip does.
+            # Without explicit sources, the finder uses the public index, as pip does.
             finder = PackageFinder(cast(Any, client), index_urls=index, trusted_hosts=hosts)
             if _true(settings, "no-index"):
                 finder.sources.clear()
@@ -65,21 +65,22 @@ def download(requirement: str, folder: Path, progress: bool | None = None) -> Pa
                 )
     except CheckpointError:
         raise
-    except Exception as error:  # the library and the HTTP client under it share no base class
+    except Exception as error:  # the library and its HTTP client share no base class
         raise CheckpointError(f"{requirement} cannot be downloaded ({error})") from error
 
 
 def pip_settings() -> Mapping[str, str]:
-    """What pip is told of indexes, by the names of its options; of several places the last to say something counts.
+    """pip's settings by option name. Later places override earlier ones.
 
-    Those are the files for all users, for this user and for this environment, the file that ``PIP_CONFIG_FILE`` names, and the variables.
+    The order is: files for all users, for this user and for this environment, the file in ``PIP_CONFIG_FILE``, and the
+    variables.
     """
     files = configparser.RawConfigParser(strict=False)
     for file in _config_files():
         try:
             files.read(file, encoding="utf-8")
         except (configparser.Error, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: not a configuration file of pip ({error})") from error
+            raise CheckpointError(f"{file}: not a pip configuration file ({error})") from error
     found: dict[str, str] = {}
     for section in ("global", "download"):
         if files.has_section(section):

@@ -1,16 +1,17 @@
-"""Matrices in 8 and 4 bits as other libraries pack them: GPTQ, AWQ and compressed-tensors, kept as they are in kvjax's own arrays.
+"""Reads 8-bit and 4-bit matrices that GPTQ, AWQ and compressed-tensors packed, without loss, into kvjax's own arrays.
 
-All three hold unsigned codes of 4 or 8 bits, several in an int32, the lowest bits first, with a scale, and perhaps a code that stands for zero, for
-each group of neighbouring inputs: `(code - zero) * scale`. They differ in what lies along which axis:
+All three store unsigned codes of 4 or 8 bits, several per int32, lowest bits first. Each group of neighbouring inputs
+has a scale and optionally a zero point: `(code - zero) * scale`. They differ in their axes:
 
-| | codes | zeros | read from |
+| | codes | zeros | source |
 | --- | --- | --- | --- |
 | GPTQ | [I / 8, O], along inputs | [G, O / 8], one less in version 1 | AutoGPTQ 0.7.1, `qlinear_cuda_old.py` |
 | AWQ | [I, O / 8], along outputs in the order 0 2 4 6 1 3 5 7 | [G, O / 8], in that order | AutoAWQ 0.2.9, `packing_utils.py` |
 | compressed-tensors | [O, I / 8], along inputs; or int8 [O, I] | [O / 8, G], or int8 [O, G] | compressed-tensors 0.12.2, `pack_quantized.py` |
 
-O outputs, I inputs, G groups; 8 is 4 where codes have 8 bits. Inputs that are in groups of an order of their own (GPTQ's `desc_act`, `actorder: group`) are
-read as floats: what a scale multiplies would not lie side by side. What is said of activations is not followed: they stay floats.
+Here O is outputs, I inputs and G groups; with codes of 8 bits, 4 replaces 8. Reordered groups (GPTQ's `desc_act`,
+`actorder: group`) are dequantised to floats, as their inputs are not neighbours. Settings for activations are ignored:
+activations remain floats.
 """
 
 import dataclasses
@@ -31,17 +32,17 @@ from .quantised import dequantised, from_codes
 from .schema import Strict, checked
 
 _AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
-"""Where in a word an AWQ output is."""
+"""Position in a word of each AWQ output."""
 
 WORDS, BYTES, ORDERS = ("int32",), ("int8",), ("int32", "int64")
-"""Types of codes several in a word, of those alone in a byte, and of the groups that inputs are in."""
+"""Stored types: of codes packed in words, of codes with a byte each, and of the inputs' group indices."""
 
 _ROWS_AT_ONCE = 1 << 22
-"""Numbers that are made floats at a time."""
+"""Numbers dequantised at a time."""
 
 
 _GroupSize = Annotated[int, Field(ge=-1, lt=2**31)]
-"""Inputs that share a scale; -1 is all of them."""
+"""Inputs that share a scale; -1 means all of them."""
 
 
 class _Gptq(Strict):
@@ -72,14 +73,14 @@ class _Args(Strict):
     def _one_strategy(self) -> Self:
         size, grouped = self.group_size, self.grouped
         if size is not None and (size == 0 or (size > 0) is not grouped):
-            raise ValueError("it should have a group_size above 0 if its strategy is 'group', and else none or -1")
+            raise ValueError("it should have a group_size above 0 if its strategy is 'group', and otherwise none or -1")
         if self.ordered and not grouped:
             raise ValueError("it should have no actorder unless its strategy is 'group'")
         return self
 
     @property
     def scope(self) -> str:
-        """What a scale belongs to: the strategy, or what follows from `group_size` where there is none."""
+        """What shares a scale: the strategy, or the scope that `group_size` implies if there is no strategy."""
         return self.strategy or ("tensor" if self.group_size is None else "channel" if self.group_size < 0 else "group")
 
     @property
@@ -88,7 +89,7 @@ class _Args(Strict):
 
     @property
     def ordered(self) -> bool:
-        """Whether inputs are in groups of an order of their own."""
+        """Whether groups consist of inputs that are not neighbours."""
         return self.actorder in ("group", "dynamic", True)
 
 
@@ -104,15 +105,15 @@ class _CompressedTensors(Strict):
 
 @dataclasses.dataclass(frozen=True)
 class _Codes:
-    """What a layout makes of the arrays of one matrix.
+    """One packed matrix, unpacked on demand.
 
     Attributes:
         shape: outputs and inputs.
-        groups: G.
-        codes: `codes(start, stop)` are the codes of these outputs, [rows, I].
-        zeros: those of zero, [rows, G]; None where that is the middle.
-        scales: [rows, G].
-        order: the group of each input, [I], where groups are not of neighbours.
+        groups: number of groups, G.
+        codes: `codes(start, stop)` returns the codes of these outputs, [rows, I].
+        zeros: returns the zero points, [rows, G]; None if they are the middle of the codes' range.
+        scales: returns the scales, [rows, G].
+        order: returns the group of each input, [I]; None if groups are neighbouring inputs.
     """
 
     shape: tuple[int, int]
@@ -129,15 +130,17 @@ def unpacked(
     source: Path,
     known: Callable[[], Collection[str]],
 ) -> dict[str, StoredTensor]:
-    """Tensors of which those that are the arrays of one packed matrix are one, under the name of its floats.
+    """Combine the arrays of each packed matrix into one tensor, under the name of the unquantised weight.
 
     Args:
+        tensors: tensors of the checkpoint, by name.
         quantization: `quantization_config` of the configuration.
-        source: the configuration, for messages.
-        known: names of the tensors that the model has as floats. (AutoGPTQ wrote biases of zeros where it has none.)
+        source: the configuration's file, for messages.
+        known: returns the names of the model's unquantised tensors. It identifies biases that the model does not have,
+            which AutoGPTQ wrote as zeros.
 
     Raises:
-        CheckpointError: the layout is none that is read, or arrays do not fit each other.
+        CheckpointError: the packing is not supported, or arrays do not fit each other.
     """
     method = None if quantization is None else quantization.get("quant_method")
     if quantization is None or method not in PACKED:
@@ -154,13 +157,13 @@ def unpacked(
 
 
 _Layout = tuple[int, Callable[[Mapping[str, StoredTensor]], _Codes]]
-"""Bits of a code, and what makes the codes of a matrix's arrays, by the ends of their names."""
+"""Bits of a code, and a function from a matrix's arrays (by the last parts of their names) to its codes."""
 
 
 def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
     held = checked(_Gptq, quantization, source, "quantization_config.")
     if held.dynamic:
-        raise CheckpointError(f"{source}: GPTQ with settings of its own for some matrices (dynamic) is not read")
+        raise CheckpointError(f"{source}: GPTQ with settings for single matrices (dynamic) is not supported")
     each = 32 // held.bits
     one_less = held.checkpoint_format == "gptq"
 
@@ -185,20 +188,20 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
         def scale(start: int, stop: int) -> np.ndarray:
             if order and not held.desc_act and not np.array_equal(order(), np.arange(inputs) // (inputs // groups)):
                 raise CheckpointError(
-                    f"{words.file}: {source.name} says that groups are of neighbouring inputs (desc_act), g_idx is in another order"
+                    f"{words.file}: {source.name} says that groups are of neighbouring inputs (desc_act), but g_idx has another order"
                 )
             if "bias.needless" in arrays and _whole(arrays["bias.needless"]).any():
                 raise CheckpointError(
-                    f"{words.file}: there are biases that the configuration does not have, and not of zeros"
+                    f"{words.file}: the file has biases other than zero, but the configuration has none"
                 )
             if held.sym and (zeros(start, stop) != 2 ** (held.bits - 1)).any():
                 raise CheckpointError(
-                    f"{stored.file}: {source.name} says that codes are symmetric (sym), zeros are not"
+                    f"{stored.file}: {source.name} says that codes are symmetric (sym), but the zero points are not"
                 )
             return _columns(scales, start, stop).T
 
         if order is None and held.desc_act:
-            raise CheckpointError(f"{words.file}: desc_act without the order of inputs (g_idx)")
+            raise CheckpointError(f"{words.file}: desc_act needs the order of inputs (g_idx), which is missing")
         kept = order if held.desc_act else None
         return _Codes((outputs, inputs), groups, codes, None if held.sym else zeros, scale, kept)
 
@@ -208,7 +211,7 @@ def _gptq(quantization: Mapping[str, Any], source: Path) -> _Layout:
 def _awq(quantization: Mapping[str, Any], source: Path) -> _Layout:
     held = checked(_Awq, quantization, source, "quantization_config.")
     if held.version.lower() != "gemm":
-        raise CheckpointError(f"{source}: AWQ of version {shortened(held.version)} is not read; gemm is")
+        raise CheckpointError(f"{source}: AWQ of version {shortened(held.version)} is not supported; gemm is")
 
     def layout(arrays: Mapping[str, StoredTensor]) -> _Codes:
         words, scales = _of(arrays, "qweight", WORDS, 2), _of(arrays, "scales", FLOATS, 2)
@@ -240,14 +243,16 @@ def _compressed_tensors(
     held = checked(_CompressedTensors, quantization, source, "quantization_config.")
     schemes = [group.weights for group in held.config_groups.values()]
     if not schemes or any(scheme != schemes[0] for scheme in schemes):
-        raise CheckpointError(f"{source}: {len(schemes)} ways to quantise weights (config_groups); one for all is read")
+        raise CheckpointError(
+            f"{source}: {len(schemes)} ways to quantise weights (config_groups); exactly one is supported"
+        )
     if (held.sparsity_config or {}).get("format", "dense") != "dense":
-        raise CheckpointError(f"{source}: sparse weights (sparsity_config) are not read")
+        raise CheckpointError(f"{source}: sparse weights (sparsity_config) are not supported")
     args = schemes[0]
     packed = held.format == "pack-quantized"
     each = 32 // args.num_bits if packed else 1
     if not packed and args.num_bits != 8:
-        raise CheckpointError(f"{source}: {args.num_bits} bits as {held.format} are not read; 8 are")
+        raise CheckpointError(f"{source}: {args.num_bits} bits as {held.format} are not supported; 8 are")
 
     def unsigned(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
         array = _rows(tensor, start, stop)
@@ -260,7 +265,7 @@ def _compressed_tensors(
         one = args.scope == "tensor"
         size = args.group_size or -1
         if args.grouped and args.group_size is None and len(scales.shape) == 2:
-            size = -(-inputs // max(1, scales.shape[1]))  # no other size gives as many scales
+            size = -(-inputs // max(1, scales.shape[1]))  # no other size gives this number of scales
         groups = _groups(words, inputs, size)
         _fit(scales, (scales.shape if scales.shape in ((), (1,)) else (1,)) if one else (outputs, groups))
 
@@ -292,12 +297,12 @@ def _compressed_tensors(
             rows = -(-outputs // each) if packed else outputs
             zero = _of(arrays, "weight_zero_point", WORDS if packed else BYTES)
             if one and packed:
-                raise CheckpointError(f"{zero.file}: one zero for a whole packed matrix is not read")
+                raise CheckpointError(f"{zero.file}: a single zero point for a whole packed matrix is not supported")
             _fit(zero, (zero.shape if zero.shape in ((), (1,)) else (1,)) if one else (rows, groups))
         order = _order(arrays, "weight_g_idx")
         if order is None and args.ordered:
             raise CheckpointError(
-                f"{words.file}: actorder {args.actorder!r} without the groups of inputs (weight_g_idx)"
+                f"{words.file}: actorder {args.actorder!r} needs the groups of inputs (weight_g_idx), which are missing"
             )
         codes = lambda start, stop: unsigned(words, start, stop)  # noqa: E731
         return _Codes((outputs, inputs), groups, codes, None if args.symmetric else zeros, scale, order)
@@ -309,7 +314,7 @@ def _compressed_tensors(
 def _joined(
     tensors: Mapping[str, StoredTensor], main: str, rest: Sequence[str], how: _Layout
 ) -> dict[str, StoredTensor]:
-    """Tensors of which those of a packed matrix are one: arrays that `main` and `rest` end the names of, where scales are among them."""
+    """Replace the arrays of each packed matrix by one tensor. Its arrays end in `main` and `rest`, and include scales."""
     bits, layout = how
     left = dict(tensors)
     for name in tensors:
@@ -326,13 +331,13 @@ def _joined(
 
 
 def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTensor]) -> StoredTensor:
-    """One packed matrix, as `join` makes one of kvjax's own arrays."""
+    """One packed matrix as a tensor, like those of `checkpoint.join`."""
     outputs, inputs = held.shape
     file = next(iter(arrays.values())).file
     scales = arrays.get("scales") or arrays["weight_scale"]
     if bits == 4 and inputs // held.groups % 2:
         raise CheckpointError(
-            f"{file}: {name} has groups of {inputs // held.groups} inputs; in 4 bits two are in a byte"
+            f"{file}: {name} has groups of {inputs // held.groups} inputs; with 4 bits, the number has to be even"
         )
 
     def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:
@@ -356,7 +361,7 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
         groups = held.order()
         if groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= held.groups:
             raise CheckpointError(
-                f"{file}: {name}: the groups of its inputs are not {inputs} of 0 to {held.groups - 1}"
+                f"{file}: {name}: the group indices of its inputs should be {inputs} numbers from 0 to {held.groups - 1}"
             )
         zeros = np.float32(1 << bits - 1) if held.zeros is None else held.zeros(start, stop)[:, groups]
         scale = held.scales(start, stop).astype(np.float32)[:, groups]
@@ -376,21 +381,21 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
 
 
 def _groups(codes: StoredTensor, inputs: int, size: int) -> int:
-    """How many groups so many inputs are, of `size` each; -1 is all of them.
+    """Number of groups of `size` inputs; -1 means one group.
 
     Raises:
-        CheckpointError: the last group would be smaller.
+        CheckpointError: `inputs` is not a multiple of `size`.
     """
     size = inputs if size == -1 else size
     if not inputs or not size or (inputs > size and inputs % size):
         raise CheckpointError(
-            f"{codes.file}: a packed matrix has {inputs} inputs, which are no whole number of groups of {size} (group_size)"
+            f"{codes.file}: a packed matrix has {inputs} inputs, which is not a multiple of its group_size {size}"
         )
     return max(1, inputs // size)
 
 
 def _check_symmetric(zeros: StoredTensor, outputs: int, bits: int, source: Path) -> None:
-    """Refuse zeros that are not the middle where a checkpoint is symmetric: it has none, or (from old versions) these."""
+    """Raise if a symmetric checkpoint has other zero points than the middle. Only old versions store them."""
     held = _whole(zeros)
     if zeros.dtype in WORDS and held.any():
         held = _split(np.atleast_2d(held).T, bits).reshape(-1, len(held) * 32 // bits)[:, :outputs] ^ np.uint8(
@@ -398,12 +403,12 @@ def _check_symmetric(zeros: StoredTensor, outputs: int, bits: int, source: Path)
         )
     if held.any():
         raise CheckpointError(
-            f"{zeros.file}: {source.name} says that codes are symmetric, but weight_zero_point is not of zeros"
+            f"{zeros.file}: {source.name} says that codes are symmetric, but weight_zero_point is not zero"
         )
 
 
 def _order(arrays: Mapping[str, StoredTensor], end: str) -> Callable[[], np.ndarray] | None:
-    """What reads the group of each input; None where there is none."""
+    """Return a reader of each input's group; None if there is no such array."""
     if end not in arrays:
         return None
     order = _of(arrays, end, ORDERS, 1)
@@ -434,14 +439,14 @@ def _fit(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 def _rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
-    """Rows of a tensor in its own type."""
+    """Read rows of a tensor in its stored type."""
     array = np.empty((stop - start, *tensor.shape[1:]), FLOATS.get(tensor.dtype, tensor.dtype))
     tensor.read(start, array)
     return array
 
 
 def _columns(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
-    """Columns of a matrix in its own type."""
+    """Read columns of a matrix in its stored type."""
     array = np.empty((tensor.shape[0], stop - start), FLOATS.get(tensor.dtype, tensor.dtype))
     tensor.read(0, array, start)
     return array
@@ -456,7 +461,7 @@ def _whole(tensor: StoredTensor) -> np.ndarray:
 
 
 def _split(words: np.ndarray, bits: int) -> np.ndarray:
-    """The codes in each int32, along a new last axis."""
+    """Unpack the codes in each int32, along a new last axis."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     split = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts
     return (split & np.uint32(2**bits - 1)).astype(np.uint8)

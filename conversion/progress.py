@@ -1,4 +1,4 @@
-"""How far long work is, on the error stream: a bar on a terminal; elsewhere, for those who ask, lines, ever more seldom."""
+"""Reports progress of long tasks on the error stream: a bar on a terminal, elsewhere lines at growing intervals."""
 
 import sys
 import time
@@ -13,24 +13,27 @@ _PATIENCE = 0.5
 """Seconds of work before the bar appears."""
 
 _EVERY = 5.0
-"""Seconds before the first line, and at least from one to the next."""
+"""Seconds before the first line, and minimum between two lines."""
 
 
 def pause(elapsed: float, least: float) -> float:
-    """Seconds until the next line: as long again as the work has taken, so that logs of long work stay short, and at most a minute."""
+    """Seconds until the next line: the time that the work has taken so far, between `least` and one minute.
+
+    Growing intervals keep the logs of long tasks short.
+    """
     return max(least, min(elapsed, 60.0))
 
 
 def watched(show: bool | None) -> bool:
-    """Whether to say anything: as told, or if the error stream is a terminal."""
+    """Whether to report progress: `show` if it is given, else whether the error stream is a terminal."""
     return sys.stderr.isatty() if show is None else show
 
 
 class Lines:
-    """Lines, ever more seldom, for logs and other places without a terminal.
+    """Prints progress lines at growing intervals, for logs and other outputs that are not terminals.
 
     Args:
-        title: what is being done.
+        title: name of the task.
     """
 
     def __init__(self, title: str) -> None:
@@ -38,7 +41,7 @@ class Lines:
         self._begun = self._last = time.monotonic()
 
     def tell(self, state: str) -> None:
-        """Say how far it is, unless that was said a moment ago."""
+        """Print the state, unless a line was printed recently."""
         now = time.monotonic()
         if now - self._last >= pause(self._last - self._begun, _EVERY):
             self._last = now
@@ -46,12 +49,12 @@ class Lines:
 
 
 class Meter:
-    """Counts bytes of one task.
+    """Reports the progress of one task in bytes.
 
     Args:
-        title: what is being done.
-        total: bytes to do; None if unknown.
-        show: True shows always, False never, None only if the error stream is a terminal.
+        title: name of the task.
+        total: bytes in all; None if unknown.
+        show: whether to report; None reports only if the error stream is a terminal.
     """
 
     def __init__(self, title: str, total: int | None, show: bool | None = None) -> None:
@@ -67,7 +70,7 @@ class Meter:
         self.reach(self._done + count, self._total)
 
     def reach(self, done: int, total: int | None) -> None:
-        """Report how many bytes are done, and how many there are in all if that is known."""
+        """Report the bytes that are done, and the total if it is known."""
         self._done, self._total = done, total
         if not self._show:
             return

@@ -1,4 +1,4 @@
-"""Matrices in 8 and 4 bits on the host: made of floats, repacked from GGUF's blocks, and found among a file's arrays."""
+"""Quantised matrices on the host: made from floats, repacked from GGUF blocks, and assembled from a file's arrays."""
 
 import functools
 import operator
@@ -14,27 +14,27 @@ from kvjax.models.params import quantized_shape
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, QuantizedMatrix
 
 _LEVELS = ".levels"
-"""Ending of the name of the array that every such matrix has."""
+"""Suffix of the array of codes, which every quantised matrix has."""
 
 FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
-"""Endings of the names of all arrays that a matrix can have."""
+"""Last parts of the names of all arrays that a matrix can have."""
 
 _SCALES = ("float32", "float16", "bfloat16")
 _UNITS = ("int8", "uint8")
 
 _IQ4_LEVELS = np.array(gguf.quants.IQ4_NL.kvalues, np.int8)
-"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
+"""Values of the codes of GGUF's IQ4_NL and IQ4_XS."""
 
 
 def to_int8(rows: np.ndarray) -> Int8Matrix:
-    """Symmetric, by the largest number of each row of a float32 matrix."""
+    """Quantise a float32 matrix [rows, inputs] symmetrically, with one scale per row."""
     scale = np.abs(rows).max(1) / np.float32(127)
     levels = np.rint(rows / np.where(scale == 0, np.float32(1), scale)[:, None])
     return Int8Matrix(levels.astype(np.int8), scale)  # pyright: ignore[reportArgumentType]
 
 
 def to_int4(rows: np.ndarray) -> GroupedMatrix:
-    """By the least and the largest of each group of numbers of a float32 matrix, as GGUF's Q4_1 rounds them."""
+    """Quantise a float32 matrix [rows, inputs] by the minimum and maximum of each group, rounded as by GGUF's Q4_1."""
     shape = quantized_shape(jax.ShapeDtypeStruct(rows.shape, jnp.float32), "int4")
     groups = shape.levels.shape[-1]
     numbers = rows.reshape(len(rows), groups, -1)
@@ -47,27 +47,27 @@ def to_int4(rows: np.ndarray) -> GroupedMatrix:
 
 
 FROM_FLOATS: Mapping[str, Callable[[np.ndarray], QuantizedMatrix]] = {"int8": to_int8, "int4": to_int4}
-"""What makes each kind of matrix of floats."""
+"""Kind → function that quantises a float matrix."""
 
 
 def from_blocks(kind: str, rows: np.ndarray) -> GroupedMatrix:
-    """Rows of a GGUF tensor, repacked without loss.
+    """Repack rows of a GGUF tensor without loss.
 
     Args:
-        kind: of `BLOCKS`.
-        rows: bytes, [rows, bytes of a row].
+        kind: one of `BLOCKS`.
+        rows: uint8, [rows, bytes per row].
     """
     return BLOCKS[kind](rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]))
 
 
 def from_codes(bits: int, codes: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None) -> QuantizedMatrix:
-    """A matrix of unsigned codes, `(code - zero) * scale`, without loss.
+    """Build a matrix from unsigned codes, `(code - zero) * scale`, without loss.
 
     Args:
         bits: 4 or 8.
         codes: uint8, [rows, inputs].
         scale: floats, [rows, groups].
-        zeros: the code of zero in each group, uint8; None where that is the middle, 8 or 128.
+        zeros: zero points, uint8, [rows, groups]; None if they are the middle of the range, 8 or 128.
     """
     rows, groups = scale.shape
     levels = codes.reshape(rows, groups, -1)
@@ -78,7 +78,7 @@ def from_codes(bits: int, codes: np.ndarray, scale: np.ndarray, zeros: np.ndarra
     scale = np.ascontiguousarray(scale)
     if zeros is None:
         return _grouped(levels, scale)
-    # What zero stands for is counted in scales: rounded to a float of its own it would be off.
+    # Zero points are stored in units of the scale: rounding their product to a float would lose precision.
     if bits == 4:
         return _grouped(levels, scale, -np.ascontiguousarray(zeros).view(np.int8), None, scale)
     return _grouped(levels, scale, (np.ascontiguousarray(zeros) ^ np.uint8(128)).view(np.int8), None, -scale)
@@ -86,20 +86,20 @@ def from_codes(bits: int, codes: np.ndarray, scale: np.ndarray, zeros: np.ndarra
 
 @functools.lru_cache(maxsize=256)
 def blocks_shape(kind: str, outputs: int, inputs: int) -> Any:
-    """Shapes of what `from_blocks` makes of a whole tensor."""
+    """Shapes of `from_blocks` for a whole tensor."""
     numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     one = from_blocks(kind, np.zeros((1, inputs // numbers * nbytes), np.uint8))
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct((outputs, *array.shape[1:]), array.dtype), one)
 
 
 def dequantised(matrix: QuantizedMatrix, dtype: np.dtype) -> np.ndarray:
-    """The numbers themselves, by the host."""
+    """Dequantise a matrix on the host."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
         return np.asarray(jax.tree.map(jnp.asarray, matrix).dequantized(dtype))
 
 
 def parts(name: str, held: Any) -> dict[str, Any]:
-    """The arrays of a parameter by the names that they have in files: `name` alone, or with the arrays of a matrix after a dot."""
+    """Arrays of a parameter by their names in files: `name` alone, or `name.field` for each array of a quantised matrix."""
     if not isinstance(held, QuantizedMatrix):
         return {name: held}
     leaves, _ = jax.tree_util.tree_flatten_with_path(held)
@@ -107,7 +107,7 @@ def parts(name: str, held: Any) -> dict[str, Any]:
 
 
 def matrices(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What belongs to matrices among arrays by name: the name of each, and its arrays by theirs."""
+    """Find the quantised matrices among arrays by name. Returns matrix name → field → array."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         if name.endswith(_LEVELS):
@@ -117,10 +117,10 @@ def matrices(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def assembled(arrays: Mapping[str, Any]) -> QuantizedMatrix:
-    """The matrix of these arrays, or of their shapes.
+    """Build a matrix from its arrays, or from their shapes.
 
     Raises:
-        ValueError: they do not belong together.
+        ValueError: the arrays do not form a matrix.
     """
     shapes = {field: tuple(array.shape) for field, array in arrays.items()}
     types = {field: np.dtype(array.dtype).name for field, array in arrays.items()}
@@ -146,7 +146,7 @@ def assembled(arrays: Mapping[str, Any]) -> QuantizedMatrix:
 
 
 def _grouped(levels: np.ndarray, *rest: np.ndarray | None) -> GroupedMatrix:
-    """A matrix of levels [rows, groups, members], unsigned ones of four bits."""
+    """Build a matrix from codes [rows, groups, members]. Unsigned codes are packed into 4 bits."""
     if levels.dtype == np.uint8:
         half = levels.shape[-1] // 2
         levels = levels[..., :half] | levels[..., half:] << np.uint8(4)
@@ -154,7 +154,7 @@ def _grouped(levels: np.ndarray, *rest: np.ndarray | None) -> GroupedMatrix:
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at a byte of each block."""
+    """Read the float16 at a byte of each block."""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 
 
@@ -188,13 +188,13 @@ def _q2_k(blocks: np.ndarray) -> GroupedMatrix:
 
 
 def _q3_k(blocks: np.ndarray) -> GroupedMatrix:
-    low = _pairs(blocks[..., 32:96])  # two halves of a block, by four pairs of bits, of 32 bytes
+    low = _pairs(blocks[..., 32:96])  # [..., two halves of a block, four pairs of bits, 32 bytes]
     high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
     levels = low.reshape(len(blocks), -1, 16) + np.uint8(4) * high.reshape(len(blocks), -1, 16)
     packed = blocks[..., 96:108]
     units = _nibbles(packed[..., :8]) | _pairs(packed[..., 8:], 4).reshape(*blocks.shape[:2], 16) << np.uint8(4)
     scale = (units.astype(np.int8) - np.int8(32)).reshape(len(blocks), -1)
-    # Four below the middle of 4 bits, which is 8.
+    # The codes' middle is 4; that of a 4-bit matrix is 8.
     return _grouped(levels + np.uint8(4), scale, None, _half(blocks, 108))
 
 
@@ -233,24 +233,24 @@ def _q6_k(blocks: np.ndarray) -> GroupedMatrix:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Low halves of the bytes of the last axis, then high ones."""
+    """Low halves of the bytes along the last axis, followed by the high halves."""
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
 def _fives(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """Levels of 5 bits: the highest in 4 bytes, the others as `_nibbles` has them."""
+    """Codes of 5 bits: the highest bits in 4 bytes, the others as in `_nibbles`."""
     bits = np.unpackbits(np.ascontiguousarray(high), axis=-1, bitorder="little")
     return (_nibbles(low) | bits << np.uint8(4)).astype(np.int8)
 
 
 def _pairs(packed: np.ndarray, width: int = 32) -> np.ndarray:
-    """Pairs of bits of so many bytes at a time: the lowest of all of them, then the next."""
+    """Pairs of bits, `width` bytes at a time: the lowest pair of every byte, then the next."""
     rows = packed.reshape(*packed.shape[:2], -1, 1, width)
     return rows >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Scales and minima in their units, which are subtracted in the file and added here."""
+    """Scales and minima with their units. The file subtracts minima, and kvjax adds them."""
     packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
     scale, least = (each.reshape(len(blocks), -1) for each in gguf.quants.Q4_K.get_scale_min(packed))
     return scale, least, _half(blocks, 0), -_half(blocks, 2)
@@ -270,4 +270,4 @@ BLOCKS: Mapping[str, Callable[[np.ndarray], GroupedMatrix]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
 }
-"""GGUF's types of blocks that can stay as they are."""
+"""GGUF block types that are repacked without loss, with their functions."""

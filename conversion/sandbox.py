@@ -1,9 +1,8 @@
-"""Chat templates within bounds: a template that comes with a model can take neither long, nor much memory, nor Python's objects.
+"""Renders chat templates within limits on time and memory, and without access to Python objects.
 
-Jinja's own sandbox keeps templates from Python's internals but lets them compute forever. So they are rendered in a process of
-their own (`template_worker`), which has a limit on its memory and is ended when it takes too long. It starts with the first
-template, takes about 25 MB, and is kept for the next ones. The operating system enforces the limit on memory on Linux; elsewhere
-only time is bounded.
+Jinja's sandbox keeps templates from Python's internals but lets them run forever. Templates are therefore rendered in a
+worker process (`template_worker`) with a memory limit, which is killed on timeout. It starts with the first template,
+takes about 25 MB, and is reused. The memory limit needs Linux; on other systems only time is limited.
 """
 
 import atexit
@@ -22,46 +21,46 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3.0
-"""That a template may take, beside one for each `_PER_SECOND` bytes that it is given; the longest ones known take milliseconds."""
+"""Seconds that a template may take, plus one per `_PER_SECOND` bytes of input. The longest known templates take milliseconds."""
 
 MEMORY = 256 << 20
-"""Bytes that the process may have, beside some for each that a template is given."""
+"""Bytes of memory for the worker process, plus 32 per byte of input."""
 
 SIZE = 1 << 20
-"""Characters that a template may make, beside some for each byte that it is given."""
+"""Characters of output, plus 20 per byte of input."""
 
 SOURCE = 1 << 17
-"""Characters of a template; the longest ones known have a fifth of it."""
+"""Characters of a template's source. The longest known templates have a fifth of it."""
 
 _PER_SECOND = 1 << 26
 _START_SECONDS = 60.0
-"""That the process may take to start, on however busy a machine."""
+"""Seconds that the worker may take to start, even on a busy machine."""
 
 
 class ExceededError(Exception):
-    """A template fails, or goes beyond what it is allowed."""
+    """A template fails, or exceeds its limits."""
 
 
 class _EndedError(Exception):
-    """The process is gone."""
+    """The worker process has ended."""
 
 
 class _Worker:
-    """A process that renders templates, one at a time.
+    """A worker process that renders templates, one at a time.
 
     Attributes:
-        used: whether it has answered before.
+        used: whether it has answered a request.
     """
 
     def __init__(self) -> None:
         self.used = False
         executable = multiprocessing.spawn.get_executable()
-        if not executable or getattr(sys, "frozen", False):  # the executable is the program itself
+        if not executable or getattr(sys, "frozen", False):  # in a frozen program, the executable is the program itself
             raise ExceededError(
-                "templates are rendered in a process of Python's own, and sys.executable names no Python; name one by "
+                "templates are rendered in a separate Python process, but sys.executable is not a Python interpreter; set one with "
                 "multiprocessing.set_executable"
             )
-        # In a session of its own, the process gets no Ctrl-C; on Windows the group does that.
+        # In its own session, the worker does not receive Ctrl-C. On Windows, its own process group does the same.
         apart: dict[str, Any] = {"start_new_session": True}
         if os.name == "nt":
             apart = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
@@ -83,16 +82,16 @@ class _Worker:
             raise
 
     def ask(self, request: bytes, most: int, seconds: float) -> tuple[bytes, bytes]:
-        """Send a request; the kind of the reply, and the reply. The process is ended by whatever goes wrong, an interrupt included.
+        """Send a request and return the kind of the reply and the reply. Any exception, including an interrupt, kills the worker.
 
         Args:
-            request: as `template_worker` takes it.
-            most: bytes of a reply.
-            seconds: that it may take.
+            request: as `template_worker` expects it.
+            most: maximum size of the reply, in bytes.
+            seconds: time limit.
 
         Raises:
-            TimeoutError: it takes longer.
-            _EndedError: the process has ended.
+            TimeoutError: the worker takes longer.
+            _EndedError: the worker has ended.
         """
         try:
             with self._ended_after(seconds):
@@ -108,23 +107,23 @@ class _Worker:
             raise
 
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the worker is running."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the worker."""
         self._process.kill()
         self._close_pipes()
         self._process.wait()
 
     def forget(self) -> None:
-        """Let go of a process that belongs to the process that this one was forked from."""
+        """Release the handles of a worker that belongs to the parent of this forked process."""
         self._close_pipes()
-        self._process.returncode = 0  # nothing is to wait for it here
+        self._process.returncode = 0  # keeps this process from waiting for it
 
     def _close_pipes(self) -> None:
         for pipe in filter(None, (self._process.stdin, self._process.stdout)):
-            with contextlib.suppress(OSError):  # what could not be written any more
+            with contextlib.suppress(OSError):  # unwritten data is discarded
                 pipe.close()
 
     def _read(self, most: int) -> tuple[bytes, bytes]:
@@ -140,7 +139,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _ended_after(self, seconds: float) -> Iterator[None]:
-        """End the process if what is within takes longer."""
+        """Kill the worker if the `with` block takes longer."""
         late = threading.Event()
 
         def end() -> None:
@@ -169,26 +168,26 @@ def _ended_where(*errors: type[Exception]) -> Iterator[None]:
 
 
 def _directories() -> list[str]:
-    """Where Jinja, and what it needs besides the standard library, is imported from."""
+    """Directories from which Jinja and its dependencies are imported."""
     found = (importlib.util.find_spec(name) for name in ("jinja2", "markupsafe"))
     return list(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin))
 
 
 class _Renderer:
-    """The one worker of this process, started when it is needed."""
+    """The worker of this process, started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
 
     def ask(self, request: bytes, most: int, seconds: float) -> tuple[bytes, bytes]:
-        """As `_Worker.ask`. What has ended between two templates, whoever ended it, is started again."""
+        """Like `_Worker.ask`. A worker that ended between two templates is restarted."""
         with self._lock:
             while True:
                 if self._worker is None or not self._worker.alive():
                     self.close()
                     self._worker = _Worker()
-                # A process that has answered before, and is gone at once, has not died of this template.
+                # If a worker that answered before ends at once, this template did not cause it.
                 begun, used = time.monotonic(), self._worker.used
                 try:
                     return self._worker.ask(request, most, seconds)
@@ -197,13 +196,13 @@ class _Renderer:
                         raise
 
     def close(self) -> None:
-        """End the worker, if there is one."""
+        """Kill the worker, if there is one."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def after_fork(self) -> None:
-        """In a process that was forked, which gets a worker of its own."""
+        """Give a forked process its own lock and worker."""
         if self._worker is not None:
             self._worker.forget()
         self._lock, self._worker = threading.Lock(), None
@@ -216,15 +215,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def render(template: str, values: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
-    """What a template makes of some values.
+    """Render a template.
 
     Args:
         template: Jinja source.
-        values: what it may refer to: text, numbers, lists and dictionaries.
-        now: the time that it sees; by default that of the clock.
+        values: variables of the template: text, numbers, lists and dictionaries.
+        now: time that the template sees; None uses the clock.
+
+    Returns:
+        The rendered text.
 
     Raises:
-        ExceededError: it fails, takes too much time or memory, or makes too much text.
+        ExceededError: the template fails, or exceeds its limits on time, memory or text.
     """
     if len(template) > SOURCE:
         raise ExceededError(f"it has {len(template)} characters; at most {SOURCE} are allowed")

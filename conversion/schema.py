@@ -1,7 +1,7 @@
-"""What values a checkpoint's files may hold: one mechanism for every format.
+"""Validates values in a checkpoint's files, for every format.
 
-Each format declares the fields that it reads as a `Strict` model; `checked` compares a file's contents with it. Fields that
-nothing reads may hold anything.
+Each format declares the fields that it reads as a `Strict` model, and `checked` validates a file against it. Fields
+that are not read may have any value.
 """
 
 import re
@@ -11,24 +11,24 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvjax.models.config import MAX_LAYERS
+from kvjax.config.model import MAX_LAYERS
 
 from .errors import CheckpointError, shortened
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-"""A number of things."""
+"""A positive count."""
 
 Layers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-"""A token."""
+"""A token id."""
 
 Positive = Annotated[float, Field(gt=0, lt=1e30)]
-"""A number well within float32."""
+"""A positive number within the range of float32."""
 
 
 class Strict(BaseModel):
-    """Fields of exactly their types: no text for a number, no number for a truth value, nothing infinite."""
+    """Model whose fields need exactly their types: no text for numbers, no numbers for booleans, no infinities."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True, populate_by_name=False)
 
@@ -37,22 +37,22 @@ _Schema = TypeVar("_Schema", bound=BaseModel)
 
 
 def checked_under(schema: type[_Schema], fields: Mapping[str, Any], prefix: str, source: object) -> _Schema:
-    """`checked`, of the fields alone whose keys begin with `prefix`."""
+    """Validate the fields whose keys begin with `prefix`, as `checked` does."""
     held = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     return checked(schema, held, source, prefix)
 
 
 def checked(schema: type[_Schema], fields: Mapping[str, Any], source: object, prefix: str = "") -> _Schema:
-    """The fields that a file holds, as the schema types them.
+    """Validate the fields of a file.
 
     Args:
-        schema: what is allowed.
-        fields: what is there.
+        schema: the expected fields.
+        fields: the file's contents.
         source: file name for messages.
-        prefix: what the file puts before the keys.
+        prefix: prefix of the keys in the file, for messages.
 
     Raises:
-        CheckpointError: names file, key, value and what is allowed.
+        CheckpointError: a field is missing or invalid. The message names file, key, value and what is allowed.
     """
     try:
         return schema.model_validate(fields)

@@ -1,11 +1,11 @@
-"""`shapes_of`: what a model's parameters would take, of its configuration alone or of a checkpoint's headers."""
+"""`shapes_of`: shapes of a model's parameters, from its configuration or a checkpoint's headers."""
 
 from pathlib import Path
 from typing import Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import PRESETS, ModelConfig
+from kvjax.config.presets import find_preset
 from kvjax.models.params import Params, abstract
-from kvjax.models.presets import PRESETS, find_preset
 
 from . import default_model, hub
 from .checkpoint import FLOATS, check_kinds, kinds_of, unflatten
@@ -27,19 +27,25 @@ def shapes_of(
     token: str | bool | None = None,
     progress: bool | None = None,
 ) -> Params:
-    """The shapes of a model's parameters as they would be loaded; no weights are needed unless `weights` or `embedding` ask for what is stored.
+    """Shapes of a model's parameters as `load` would return them, without loading weights.
 
     Args:
-        source: a shape's name (a preset, or the hub id of one, which needs no connection); a `config.json`, or a directory with one;
-            any other hub id, of which only the configuration is fetched; whatever `kvjax.conversion.load` takes, of which only headers
-            are read; or a `ModelConfig`. The default model if None.
-        dtype: type of what is not in 8 or 4 bits.
-        weights, embedding: see `kvjax.conversion.load`; floats by default.
-        revision, token, progress: see there.
+        source: one of these; None is the default model:
+            the name of a preset, or its hub id, which needs no connection,
+            a `config.json`, or a directory with one,
+            another hub id; only its configuration is downloaded,
+            anything that `kvjax.conversion.load` accepts; only headers are read,
+            or a `ModelConfig`.
+        dtype: type of parameters that are not quantised.
+        weights, embedding: as for `kvjax.conversion.load`; floats by default. "as stored" needs a checkpoint.
+        revision, token, progress: as for `kvjax.conversion.load`.
+
+    Returns:
+        Parameters whose leaves are `jax.ShapeDtypeStruct`s.
 
     Raises:
-        CheckpointError: no such model, a damaged one, or a shape alone where stored weights are asked for.
-        ValueError: a dtype or a kind of weights that parameters cannot have.
+        CheckpointError: the model does not exist or is damaged, or stored weights are requested but `source` has none.
+        ValueError: `dtype`, `weights` or `embedding` is not supported.
     """
     check_kinds(weights, embedding)
     name = float_name(dtype)
@@ -63,7 +69,7 @@ def shapes_of(
 def _without_weights(
     source: str | Path | None, stored: bool, revision: str | None, token: str | bool | None, progress: bool | None
 ) -> ModelConfig | None:
-    """The shape, where it is known without weights; None where a checkpoint is to be opened."""
+    """The configuration, if it can be read without weights; None if a checkpoint has to be opened."""
     text, path = str(default_model.NAME if source is None else source), Path(str(source))
     if not path.exists() and (found := find_preset(text)) is not None and not stored:
         return found

@@ -1,4 +1,4 @@
-"""Arrays already in memory as a checkpoint: those of a Hugging Face model to load, or parameters to write."""
+"""Arrays in memory as a checkpoint: a Hugging Face state dict to load, or parameters to save or quantise."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.models.params import Params, name_of
 from kvjax.models.sharding import get_shard, mesh_of, own_shape, place
 
@@ -22,16 +22,16 @@ from .variants import prefixed, with_head
 def from_state_dict(
     config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: str = "float32", tokenizer: Any = None
 ) -> Params:
-    """Parameters from host arrays, with the checks of a file.
+    """Build parameters from host arrays, with the same checks as for files.
 
     Args:
-        config: the model.
-        tensors: arrays by Hugging Face name, e.g. a transformers model's `state_dict()` turned to numpy.
+        config: the model's configuration.
+        tensors: arrays by Hugging Face name, e.g. a transformers model's `state_dict()` converted to NumPy.
         dtype: type of the parameters: float32, float16 or bfloat16.
-        tokenizer: carried along.
+        tokenizer: tokenizer to attach to the parameters.
 
     Raises:
-        CheckpointError: missing, unexpected or wrongly shaped tensors.
+        CheckpointError: tensors are missing, unexpected or wrongly shaped.
     """
     source = Path("state dict")
     config, held = with_head(config, prefixed({name: _held(array) for name, array in tensors.items()}), source)
@@ -51,16 +51,22 @@ def from_state_dict(
 
 
 def quantize_weights(params: Params, weights: str = "int8", embedding: str | None = None) -> Params:
-    """Parameters in memory with their matrices held otherwise, one after the other by way of the host.
+    """Convert the weight matrices of loaded parameters to another kind, one at a time, on the host.
 
     Args:
-        params: what `kvjax.load` or `kvjax.models.init` gives.
+        params: parameters from `kvjax.load` or `kvjax.models.init`.
         weights, embedding: as for `kvjax.load`.
 
+    Returns:
+        New parameters, sharded as `params`.
+
     Raises:
-        CheckpointError: a matrix cannot be held so.
-        TypeError: these are no parameters, or shapes alone.
-        ValueError: an unknown kind of weights.
+        CheckpointError: a matrix cannot be converted to the requested kind.
+        TypeError: `params` are not parameters, or are shapes only.
+        ValueError: `weights` or `embedding` is not supported.
+
+    Example:
+        >>> params = kvjax.conversion.quantize_weights(params, "int4")
     """
     check_kinds(weights, embedding)
     checkpoint = checkpoint_of(params)
@@ -73,10 +79,10 @@ def quantize_weights(params: Params, weights: str = "int8", embedding: str | Non
 
 
 def checkpoint_of(params: Params) -> Checkpoint:
-    """Parameters as a checkpoint, which reads each from its device when asked to.
+    """View parameters as a checkpoint. Each parameter is read from its device on demand.
 
     Raises:
-        TypeError: these are no parameters, or shapes alone.
+        TypeError: `params` are not parameters, or are shapes only.
     """
     if not isinstance(params, Params):
         raise TypeError(f"params is of type {type(params).__name__}; give what kvjax.load returns")
@@ -89,7 +95,7 @@ def checkpoint_of(params: Params) -> Checkpoint:
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise TypeError(
-                f"parameter {name} is of type {type(leaf).__name__}, which holds no numbers; give loaded ones"
+                f"parameter {name} is of type {type(leaf).__name__}, which has no numbers; give loaded parameters"
             )
     return Checkpoint(
         source=Path("parameters"),
@@ -106,12 +112,12 @@ def checkpoint_of(params: Params) -> Checkpoint:
 
 
 def _held(array: np.ndarray | jax.Array, shape: tuple[int, ...] | None = None) -> StoredTensor:
-    """An array in memory, without what a mesh may have padded it with."""
+    """View an array as a tensor, without the padding that sharding may have added."""
     shape = array.shape if shape is None else shape
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
         inner = [*map(slice, shape[1:-1]), slice(column, column + out.shape[-1])] if len(shape) > 1 else []
-        # A part of its own: an array keeps the copy that the host was given of the whole of it.
+        # Convert only the part: a jax array caches the host copy of whatever is converted.
         out[...] = np.asarray(array[start : start + len(out)])[(slice(None), *inner)]
 
     return StoredTensor(shape, array.dtype.name, math.prod(shape) * array.dtype.itemsize, Path("state dict"), read)

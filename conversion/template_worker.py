@@ -1,10 +1,10 @@
-"""The program of the process that renders chat templates. It is run by its path, and imports Jinja and nothing of kvjax.
+"""The worker process that renders chat templates. It runs as a script, and imports Jinja but nothing of kvjax.
 
     python -I -S template_worker.py DIRECTORY...
 
-The directories are those that Jinja is imported from. A request is its length in eight bytes and a dictionary in Python's
-`marshal` format; see `sandbox.render` for what it holds. A reply is one byte for its kind, its length in eight bytes, and
-UTF-8 text. The process ends when its input does, and after a template that takes more memory than is allowed.
+Jinja is imported from the directories. A request is its length in eight bytes, then a dictionary in Python's `marshal`
+format (see `sandbox.render`). A reply is one byte for its kind, its length in eight bytes, then UTF-8 text. The process
+exits when its input ends, or when a template exceeds the memory limit.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ import jinja2.sandbox
 
 try:
     import resource
-except ImportError:  # Windows has no such limits
+except ImportError:  # not available on Windows
     resource = None
 
 READY, TEXT, REFUSED, MEMORY = b"r", b"t", b"e", b"m"
-"""Kinds of replies: the process has started; a rendered text; what went wrong; more memory than is allowed."""
+"""Kinds of replies: the process has started; rendered text; an error; the memory limit was exceeded."""
 
 now = datetime.datetime.now
-"""What `strftime_now` reads, replaced by each request."""
+"""The clock of `strftime_now`, replaced by each request."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the text that a model writes, for training; what is in it is rendered as it is."""
+    """The tag `{% generation %}`, which marks the model's text for training. Its contents are rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -58,7 +58,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters, which models never saw in training."""
+    """Convert to JSON without escaping HTML characters. Jinja's own filter escapes them, but training data did not."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -68,7 +68,7 @@ def _raise(message: str) -> NoReturn:
 
 @functools.cache
 def environment() -> jinja2.sandbox.SandboxedEnvironment:
-    """Where templates run: as in transformers' `apply_chat_template`."""
+    """The sandboxed environment, set up as in transformers' `apply_chat_template`."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -80,12 +80,12 @@ def environment() -> jinja2.sandbox.SandboxedEnvironment:
 
 @functools.lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """The template of a source."""
+    """Compile a template's source."""
     return environment().from_string(source)
 
 
 def answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
-    """The kind of a reply, and the reply."""
+    """Render a request's template and return the kind of the reply and the reply."""
     global now
     try:
         _limit(request["memory"], request["seconds"])
@@ -97,7 +97,7 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
         return TEXT, text.encode()
     except MemoryError:
         return MEMORY, b""
-    except Exception as error:  # a template is a program: it may run into anything
+    except Exception as error:  # a template is a program, so any exception is possible
         line = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
         known = isinstance(error, jinja2.TemplateError)
         name = type(error).__name__
@@ -105,7 +105,7 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def _limit(memory: int, seconds: float) -> None:
-    """Have the system refuse more memory, and end the process if it computes on when nobody waits for it any more."""
+    """Limit memory, and CPU time in case the parent no longer waits for the result."""
     if resource is not None:
         _lower(resource.RLIMIT_AS, memory)
         _lower(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 2)
@@ -113,7 +113,7 @@ def _limit(memory: int, seconds: float) -> None:
 
 
 def _lower(kind: int, most: int) -> None:
-    """Set a limit, as far as the system lets it be set."""
+    """Lower a limit, as far as the system allows."""
     assert resource is not None
     _, hard = resource.getrlimit(kind)
     with contextlib.suppress(ValueError, OSError):
@@ -121,7 +121,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     environment()
     replies.write(READY + bytes(8))
     replies.flush()

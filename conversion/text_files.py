@@ -1,23 +1,23 @@
-"""The small files of a checkpoint: opened only where that cannot block, read only where that cannot fill memory."""
+"""Reads the small files of a checkpoint. Opening them cannot block, and reading them cannot exhaust memory."""
 
 import collections
 import json
 from pathlib import Path
 from typing import Any
 
-from kvjax import user_files
+from kvjax._util import user_files
 
 from .errors import CheckpointError, listed, told
 
 _MOST_BYTES = 1 << 26
-"""Of a text file; the largest tokenizers known take half of it."""
+"""Limit on the size of a text file, in bytes. The largest known tokenizers have half of it."""
 
 
 def present(path: Path) -> bool:
-    """Whether a file is there.
+    """Whether a file exists.
 
     Raises:
-        CheckpointError: what is there is no regular file (to open a pipe may wait for ever), or cannot be asked.
+        CheckpointError: the path is not a regular file (opening a pipe could block), or cannot be inspected.
     """
     try:
         user_files.size(path)
@@ -31,10 +31,10 @@ def present(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """The contents of a text file.
+    """Read a text file.
 
     Raises:
-        CheckpointError: no such file, one of another kind, too large, or not UTF-8.
+        CheckpointError: the file is missing, not a regular file, too large or not UTF-8.
     """
     if not present(path):
         raise CheckpointError(f"{path.parent}: no {path.name} there")
@@ -47,19 +47,19 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
-        CheckpointError: as `read_text`, not JSON, not an object, or a key twice.
+        CheckpointError: as `read_text`, or the file is not valid JSON, not an object, or has a duplicate key.
     """
     try:
         text = read_text(path)
         value = json.loads(text, object_pairs_hook=unique)
         if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except CheckpointError:
         raise
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and nesting without end
+    except (ValueError, RecursionError) as error:  # includes integers of thousands of digits, and too deep nesting
         raise CheckpointError(f"{path}: not valid JSON ({told(error)})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: a JSON object was expected, got {type(value).__name__}")
@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of some pairs, for `json.loads`; ValueError if it has a key twice."""
+    """Build an object from its pairs, for `json.loads`. Raises ValueError if a key occurs twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         counts = collections.Counter(key for key, _ in pairs)

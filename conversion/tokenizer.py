@@ -1,7 +1,7 @@
-"""A tokenizer as one hashable value: vocabulary, special tokens and chat template.
+"""`Tokenizer`: vocabulary, special tokens and chat template as one hashable value.
 
-It travels as a static field of `Params`, so it takes part in the keys of compiled programs: two tokenizers of the same
-content are equal and hash alike.
+It is a static field of `Params`, so it is part of the cache keys of compiled programs. Tokenizers with the same content
+are equal and have equal hashes.
 """
 
 import contextlib
@@ -26,30 +26,30 @@ from .text_files import present, read_json, read_text
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _MOST_TOKENS = 1 << 22
-"""Sixteen times the largest vocabularies."""
+"""Limit on token ids, sixteen times the largest vocabularies."""
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""How SentencePiece vocabularies spell a token that is one byte of a character."""
+"""Spelling of a single-byte token in SentencePiece vocabularies."""
 
 _CONTEXT = 8
-"""Tokens before a text that it is decoded together with. A token's text depends on whether it is the first (which may lose a
-space), on the bytes of a character before it (three at most, so three tokens), and in a row of byte tokens on the whole row."""
+"""Number of preceding tokens with which new tokens are decoded. A token's text depends on whether it is the first (it may then lose a space), on up to three tokens with earlier bytes of the same character, and on a whole run of byte tokens.
+"""
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Args:
-        backend: the vocabulary, as the `tokenizers` library has it.
+        backend: the vocabulary, a tokenizer of the `tokenizers` library.
         eos: ids that end a sequence.
-        bos: id that starts one, if any.
+        bos: id that starts a sequence, if any.
         chat_template: the model's Jinja template, if any.
-        special: texts of special tokens by their usual names (``bos_token`` …), which templates refer to.
-        now: the time that chat templates see, some of which write the date; by default that of the clock.
+        special: texts of the special tokens that templates refer to, by name (``bos_token`` …).
+        now: time for chat templates that write the date; None uses the clock.
 
     Attributes:
-        eos, bos, chat_template, special, now: as given.
-        vocab_size: ids that the vocabulary defines, special tokens included.
+        eos, bos, chat_template, special, now: as passed.
+        vocab_size: number of ids in the vocabulary, including special tokens.
     """
 
     def __init__(
@@ -74,19 +74,26 @@ class Tokenizer:
     def from_directory(
         cls, path: Path, *, eos: Sequence[int] = (), bos: int | None = None, vocab_size: int | None = None
     ) -> Self | None:
-        """Read `tokenizer.json` and its companions; None if the directory has none.
+        """Read `tokenizer.json` and its companion files.
 
-        `vocab_size` is how many tokens the model knows; it warns of more.
+        Args:
+            path: the directory.
+            eos: ids that end a sequence; by default those of the tokenizer's configuration.
+            bos: id that starts a sequence; by default that of the tokenizer's configuration.
+            vocab_size: number of tokens that the model knows. A larger vocabulary gives a warning.
+
+        Returns:
+            The tokenizer, or None if the directory has none.
 
         Raises:
-            CheckpointError: one of the files is damaged.
+            CheckpointError: a file is damaged.
         """
         file = path / "tokenizer.json"
         if not present(file):
             if present(path / "tokenizer.model"):
                 warnings.warn(
-                    f"{path}: tokenizer.model alone is not read, so the model is loaded without a tokenizer; prompts given "
-                    "as token ids work, and saving the tokenizer with transformers writes the tokenizer.json that is missing",
+                    f"{path}: tokenizer.model alone is not supported, so the model is loaded without a tokenizer. Prompts given "
+                    "as token ids work; to add the missing tokenizer.json, save the tokenizer with transformers",
                     stacklevel=2,
                 )
             return None
@@ -109,10 +116,14 @@ class Tokenizer:
         return made.within(vocab_size, file)
 
     def within(self, vocab_size: int | None, source: Path | str) -> Self:
-        """Itself; with a warning if it has tokens that a model of so many does not know.
+        """Return the tokenizer itself, with a warning if it has tokens that the model does not know.
+
+        Args:
+            vocab_size: number of tokens that the model knows; None skips the warning.
+            source: file name for messages.
 
         Raises:
-            CheckpointError: an id so large that the library would fill memory with those that are missing.
+            CheckpointError: an id is so large that the library would exhaust memory with the missing ids below it.
         """
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         text, token = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
@@ -130,12 +141,14 @@ class Tokenizer:
         return self
 
     def at(self, now: datetime.datetime | None) -> "Tokenizer":
-        """This tokenizer with another time for its chat template to see, so that a prompt is the same on every day.
-
-            params = params.replace(tokenizer=params.tokenizer.at(datetime.datetime(2024, 7, 26)))
+        """Copy of the tokenizer whose chat template sees a fixed time, so that prompts are the same every day.
 
         Args:
-            now: the time; None for that of the clock.
+            now: the time; None uses the clock.
+
+        Example:
+            >>> tokenizer = params.tokenizer.at(datetime.datetime(2024, 7, 26))
+            >>> params = params.replace(tokenizer=tokenizer)
         """
         if not isinstance(now, datetime.datetime | None):
             raise ValueError(f"now={shortened(now)}; give a datetime.datetime, or None for the time of the clock")
@@ -143,7 +156,7 @@ class Tokenizer:
         return Tokenizer(self.backend, **kept, now=now)
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
+        """Write `tokenizer.json` and `tokenizer_config.json` so that transformers can read them."""
         (path / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special
@@ -152,12 +165,15 @@ class Tokenizer:
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`, with the start token that the model is used to unless `add_special` is False.
+        """Convert text to token ids.
 
-        A text that begins with the start token, as one that a template has made may, gets no second one.
+        Args:
+            text: the text.
+            add_special: whether to add the start token that the model expects. A text that already begins with it gets
+                no second one.
 
         Raises:
-            ValueError: the text is none (it holds half of a surrogate pair), or the vocabulary has no token for it.
+            ValueError: the text contains half of a surrogate pair, or the vocabulary cannot encode it.
         """
         with library_errors("the tokenizer cannot encode this text", ValueError):
             encoded = self.backend.encode(text, add_special_tokens=add_special)
@@ -165,23 +181,24 @@ class Tokenizer:
         return ids[1:] if added[:2] == [1, 0] and ids[0] == ids[1] else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of token ids, without special tokens unless `skip_special` is False."""
+        """Convert token ids to text, without special tokens unless `skip_special` is False."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation in the model's own template.
+        """Token ids of a conversation, rendered by the model's chat template.
 
         Args:
-            messages: ``{"role": …, "content": …}`` each.
-            add_generation_prompt: end with the opening of the assistant's answer.
+            messages: one ``{"role": …, "content": …}`` per message.
+            add_generation_prompt: whether to end with the opening of the assistant's answer.
 
         Raises:
-            ValueError: the model has no template, or the template refuses the messages, fails, or takes too much time or memory.
+            ValueError: the model has no template, or the template rejects the messages, fails, or exceeds its limits on
+                time and memory.
         """
         return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt), add_special=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The text that `chat` encodes."""
+        """Text of a conversation, which `chat` encodes. Arguments and errors as for `chat`."""
         if self.chat_template is None:
             raise ValueError(
                 "this model has no chat template: it was not trained on conversations, or its files do not say how; "
@@ -190,29 +207,29 @@ class Tokenizer:
         return chat.render(self.chat_template, messages, self.special, add_generation_prompt, self.now)
 
     def decode_after(self, given: Sequence[int], ids: Sequence[int]) -> str:
-        """Text of ids that follow `given` ones: what they add to the text of the given ones.
+        """Text that `ids` add to the text of `given`.
 
-        Where they change that text, since it ends inside a character, the text of the ids alone. Of the given ids only the last
-        few are decoded.
+        If `ids` complete a character that `given` began, the text of `ids` alone is returned. Only the last few of the
+        given ids are decoded.
         """
         context = self._context(given)
         before, both = self.decode(context), self.decode([*context, *ids])
         return both[len(before) :] if both.startswith(before) else self.decode(ids)
 
     def stream_decoder(self, given: Sequence[int] = ()) -> "StreamDecoder":
-        """A decoder that takes ids one at a time, which follow those that are `given`."""
+        """Create a decoder that accepts ids one at a time, which continue `given`."""
         return StreamDecoder(self, self._context(given))
 
     def is_silent(self, token: int) -> bool:
-        """Whether `decode` leaves an id out: of a special token, or of none."""
+        """Whether `decode` skips an id: a special token, or an id without a token."""
         return token in self._silent or self.backend.id_to_token(token) is None
 
     def is_byte(self, token: int) -> bool:
-        """Whether an id stands for one byte, which is decoded together with all such before it and behind it."""
+        """Whether an id is a single-byte token. A run of them is decoded together."""
         return _BYTE.fullmatch(self.backend.id_to_token(token) or "") is not None
 
     def _context(self, given: Sequence[int]) -> list[int]:
-        """The last of the given ids, as many as the text of what follows depends on."""
+        """The last of the given ids: those that the text of later ids can depend on."""
         context, in_row = [], True
         for token in reversed(given):
             if self.is_silent(token):
@@ -225,7 +242,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_ids(self) -> dict[str, int]:
-        """Ids of the special tokens, which `decode` leaves out, by their texts."""
+        """Ids of the special tokens, which `decode` skips, by their texts."""
         added = self.backend.get_added_tokens_decoder()
         return {text.content: token for token, text in added.items() if text.special}
 
@@ -235,7 +252,7 @@ class Tokenizer:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 of all that makes it the tokenizer it is; equal ones have the same."""
+        """SHA-256 of the tokenizer's content; equal tokenizers have equal digests."""
         fields = [self.backend.to_str(), self.eos, self.bos, self.chat_template, sorted(self.special.items())]
         if self.now is not None:
             fields.append(self.now.isoformat())
@@ -252,10 +269,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text of a growing sequence, piece by piece; a character is given only once all its bytes are there.
+    """Decodes a growing sequence piece by piece. A character is returned once all its bytes are there.
 
-    The pieces joined, and `pending` at the end, are what `Tokenizer.decode_after` gives for the whole sequence. Each id costs what
-    decoding a few does (and of a row of byte tokens, the row), however many came before.
+    The joined pieces and the final `pending` equal `Tokenizer.decode_after` for the whole sequence. The cost per id is
+    constant, except within a run of byte tokens, where it grows with the run.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -263,18 +280,19 @@ class StreamDecoder:
         self._ids = list(context)
         self._before = self._text = tokenizer.decode(context)
         self._shown = len(self._text)
-        # Whether the first new ids complete a character that was begun before them: then they are decoded alone.
+        # Ids that may complete a character of the context; None once that is decided. If they do, they are decoded
+        # alone.
         self._unsure: list[int] | None = []
 
     def push(self, token: int) -> str:
-        """Take one id; the text that became certain, often empty."""
+        """Add one id and return the text that is now certain, which is often empty."""
         token = int(token)
         if self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
         if self._unsure is not None:
             self._unsure.append(token)
-        if self._tokenizer.is_byte(token):  # the next one may still make all bytes of a row invalid
+        if self._tokenizer.is_byte(token):  # the next byte may still make the whole run invalid
             self._text = None
             return ""
         self._text = self._tokenizer.decode(self._ids)
@@ -291,7 +309,7 @@ class StreamDecoder:
         return new
 
     def pending(self) -> str:
-        """What `push` has held back: the rest, if the sequence ends here; bytes that are no character come as U+FFFD."""
+        """Text that `push` has withheld, if the sequence ends here. Bytes that form no character become U+FFFD."""
         text = self._tokenizer.decode(self._ids) if self._text is None else self._text
         if self._unsure is not None and not text.startswith(self._before):
             return self._tokenizer.decode(self._unsure)
@@ -307,7 +325,7 @@ class StreamDecoder:
 
 @contextlib.contextmanager
 def library_errors(what: str, kind: type[ValueError] = CheckpointError) -> Iterator[None]:
-    """Errors of the `tokenizers` library, which raises bare `Exception` and panics, as errors of a kind."""
+    """Convert errors of the `tokenizers` library, which raises bare `Exception` and panics, to `kind`."""
     try:
         yield
     except CheckpointError:
@@ -323,7 +341,7 @@ def _text(token: Any) -> Any:
 
 
 _Token = Annotated[str, BeforeValidator(_text)]
-"""A special token: its text, or an object with that as `content`."""
+"""A special token: its text, or an object with its text as `content`."""
 
 
 class _Named(Strict):
@@ -336,11 +354,11 @@ def _named(template: Any) -> Any:
 
 
 _Templates = Annotated[list[_Named], BeforeValidator(_named)]
-"""One template, or several by name."""
+"""One template, or several with names."""
 
 
 class _Config(Strict):
-    """What is read of a `tokenizer_config.json` or `chat_template.json`."""
+    """The fields of a `tokenizer_config.json` or `chat_template.json` that are read."""
 
     bos_token: _Token | None = None
     eos_token: _Token | None = None
@@ -359,7 +377,7 @@ def _read(path: Path) -> _Config:
 
 
 def _template(path: Path, config: _Config) -> str | None:
-    """The chat template: a file of its own (newer checkpoints), or a field of the tokenizer's configuration."""
+    """Read the chat template from its own file (newer checkpoints) or from the tokenizer's configuration."""
     file = path / "chat_template.jinja"
     if present(file):
         return read_text(file)
@@ -367,7 +385,7 @@ def _template(path: Path, config: _Config) -> str | None:
 
 
 def _begun(backend: tokenizers.Tokenizer, start: str) -> tokenizers.Tokenizer:
-    """A vocabulary whose texts begin with the start token, if there is one; the same if they do already."""
+    """Make a vocabulary prepend the start token, if it has one and does not prepend it already."""
     bos = backend.token_to_id(start)
     if bos is None or backend.encode("").ids[:1] == [bos]:
         return backend
@@ -375,7 +393,7 @@ def _begun(backend: tokenizers.Tokenizer, start: str) -> tokenizers.Tokenizer:
     existing = state["post_processor"]
     steps = existing["processors"] if existing and existing["type"] == "Sequence" else [existing] if existing else []
     template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
-    if template is None:  # two of them in a row do not work
+    if template is None:  # two template processors in a row do not work
         first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
         template = {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
         steps.append(template)

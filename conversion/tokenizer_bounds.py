@@ -1,7 +1,7 @@
-"""Bounds of what a `tokenizer.json` makes of a text.
+"""Limits on the texts that a `tokenizer.json` can produce.
 
-The `tokenizers` library does whatever a file says. Thirty replacements of "a" by "aa" make a gigabyte of one character, and so does one by a long
-text. Here a file is looked at before the library reads it.
+The `tokenizers` library does whatever a file says. Thirty replacements of "a" by "aa", or one by a long text, turn one
+character into a gigabyte. `check` therefore inspects the file before the library reads it.
 """
 
 import base64
@@ -15,31 +15,31 @@ from .errors import CheckpointError, shortened, told
 from .text_files import unique
 
 GROWTH = 64
-"""Times that a text may become longer; known tokenizers make two to eight characters of one."""
+"""Limit on how many times longer a text may become. Known tokenizers need two to eight."""
 
 LONGEST = 1024
-"""Characters of a token; known ones have up to 256."""
+"""Limit on the characters of a token. Known vocabularies have up to 256."""
 
 ADDED = 64
-"""Tokens that may be put around a text."""
+"""Limit on the tokens added around a text."""
 
 _PARTS = 1 << 22
-"""Lists and objects of a file; the largest known have a million, most of them merges."""
+"""Limit on the lists and objects of a file. The largest known file has a million, most of them merges."""
 
 _PIECE = 36
-"""Bytes that a character becomes under the largest of Unicode's own replacements, rounded up; it is not counted as growth."""
+"""Maximum bytes of a character after Unicode normalisation, rounded up. This growth is not counted."""
 
 
 def check(text: str, source: Path) -> None:
-    """Refuse a `tokenizer.json` that makes much of little.
+    """Raise for a `tokenizer.json` that could turn a short text into a huge one.
 
     Raises:
-        CheckpointError: it is not JSON, or a text, a token or what is put around a text may become too long.
+        CheckpointError: the file is not JSON, or a text, a token or the added tokens may become too long.
     """
     try:
         if (parts := text.count("[") + text.count("{")) > _PARTS:
             raise ValueError(f"it has {parts} lists and objects; {_PARTS} are allowed")
-        fields = json.loads(text, object_pairs_hook=unique)  # of a key that is there twice, the library may take either
+        fields = json.loads(text, object_pairs_hook=unique)  # the library may use either of two duplicate keys
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON object was expected, got {type(fields).__name__}")
         _check_growth(fields)
@@ -56,24 +56,24 @@ def _check_growth(fields: Mapping[str, Any]) -> None:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many characters one step makes of one, at most."""
+    """Maximum number of characters that one step makes of one character."""
     if isinstance(step.get("prepend"), str):
         return 1.0 + len(step["prepend"])
     if isinstance(step.get("precompiled_charsmap"), str):
-        # The bytes of a trie, after their number; then the replacements, which end with zeros.
+        # The number of bytes of a trie, the trie, then the replacements, each terminated by zero.
         content = base64.b64decode(step["precompiled_charsmap"])
         pieces = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
         return max(1.0, max(map(len, pieces)) / _PIECE)
     if isinstance(step.get("content"), str) and "pattern" in step:
         pattern = step["pattern"]
         found = pattern.get("String") if isinstance(pattern, Mapping) else None
-        # A regular expression, as an empty text, may match between any two characters.
+        # A regular expression, like an empty text, may match between any two characters.
         return max(1.0, len(step["content"]) / len(found)) if found else len(step["content"]) + 1.0
     return 2.0 if step.get("suffix") == "" else 1.0
 
 
 def _objects(node: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects within an object or a list."""
+    """Iterate over all objects nested in an object or a list."""
     if isinstance(node, Mapping):
         yield node
         for value in node.values():
@@ -102,6 +102,6 @@ def _check_added(processor: Any) -> None:
     for step in _objects(processor):
         for form in ("single", "pair"):
             if isinstance(step.get(form), list) and len(step[form]) > ADDED:
-                raise ValueError(f"its post_processor puts {len(step[form])} parts together; {ADDED} are allowed")
+                raise ValueError(f"its post_processor joins {len(step[form])} parts; {ADDED} are allowed")
         if isinstance(step.get("ids"), list) and len(step["ids"]) > ADDED:
             raise ValueError(f"its post_processor adds {len(step['ids'])} tokens at once; {ADDED} are allowed")

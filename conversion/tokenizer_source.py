@@ -1,10 +1,10 @@
-"""A tokenizer that a model is given in place of its own."""
+"""Finds a tokenizer that replaces the checkpoint's own."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from . import hub
 from .errors import CheckpointError, shortened
@@ -19,19 +19,19 @@ TokenizerSource: TypeAlias = Tokenizer | str | Path
 def find_tokenizer(
     source: TokenizerSource, *, token: str | bool | None = None, progress: bool | None = None
 ) -> Callable[[ModelConfig], Tokenizer]:
-    """Find a tokenizer, downloading it if need be.
+    """Find a tokenizer, downloading it if necessary.
 
     Args:
-        source: where it is.
+        source: the tokenizer, or where it is.
         token: see `kvjax.conversion.load`.
-        progress: see there.
+        progress: see `kvjax.conversion.load`.
 
     Returns:
-        What reads the tokenizer for a model, and warns of tokens that the model does not know.
+        A function that reads the tokenizer for a model, and warns of tokens that the model does not know.
 
     Raises:
-        CheckpointError: there is none.
-        ValueError: the source is of no known kind.
+        CheckpointError: no tokenizer is found.
+        ValueError: `source` has an unsupported type.
     """
     if isinstance(source, Tokenizer):
         return lambda config: source.within(config.vocab_size, "tokenizer")
@@ -64,5 +64,5 @@ def find_tokenizer(
 
 def _known(tokenizer: Any, path: Path) -> Tokenizer:
     if tokenizer is None:
-        raise CheckpointError(f"{path}: it has no tokenizer of a known kind")
+        raise CheckpointError(f"{path}: its tokenizer is missing or of an unknown kind")
     return tokenizer

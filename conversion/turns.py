@@ -1,7 +1,7 @@
-"""Where a message's text lies in a rendered conversation, and what a chat template puts around it.
+"""Locates a message's text in a rendered conversation, and the text that a chat template puts around it.
 
-A marker is put into the message and looked for in what the template makes of it. The marker is in none of the messages and not in
-the template, so what is found is the marker and nothing else.
+A unique marker is put into the message and searched for in the rendered text. It occurs neither in the messages nor in
+the template, so every match is the marker.
 """
 
 import itertools
@@ -14,16 +14,19 @@ _Messages = Sequence[Mapping[str, Any]]
 
 
 def split(tokenizer: Tokenizer, messages: _Messages, message: int, before: str, after: str) -> tuple[str, str]:
-    """A conversation up to a place in one of its messages, and from there to the opening of the assistant's answer.
+    """Split a rendered conversation at a place within a message, up to the opening of the assistant's answer.
 
     Args:
-        tokenizer: whose template it is.
+        tokenizer: tokenizer with the chat template.
         messages: the conversation.
-        message: index of the message, whose content is replaced.
-        before, after: what its content is on both sides of the place.
+        message: index of the message whose content is replaced.
+        before, after: content of the message before and after the place.
+
+    Returns:
+        The text before and after the place.
 
     Raises:
-        ValueError: the model has no template, or its template refuses the messages or leaves this one out.
+        ValueError: the model has no template, or the template rejects the messages or omits this message.
     """
     marker = _marker(tokenizer, messages, before, after)
     marked = _with_content(messages, message, before + marker + after)
@@ -34,16 +37,16 @@ def split(tokenizer: Tokenizer, messages: _Messages, message: int, before: str, 
 
 
 def following(tokenizer: Tokenizer, messages: _Messages, message: int, *, add_generation_prompt: bool = True) -> str:
-    """What a template puts behind the content of a message: its end, later messages, and the opening of the assistant's answer.
+    """Text after a message's content: its end, later messages, and the opening of the assistant's answer.
 
     Args:
-        tokenizer: whose template it is.
+        tokenizer: tokenizer with the chat template.
         messages: the conversation.
-        message: index of the message; what its content is does not matter.
-        add_generation_prompt: whether the opening is there.
+        message: index of the message. Its content has no effect.
+        add_generation_prompt: whether to include the opening of the answer.
 
     Raises:
-        ValueError: as `split`, or the last message does not come after this one.
+        ValueError: as `split`, or the last message is not rendered after this one.
     """
     marker = _marker(tokenizer, messages)
     marked = _with_content(messages, message, marker)
@@ -60,15 +63,15 @@ def following(tokenizer: Tokenizer, messages: _Messages, message: int, *, add_ge
 
 
 def next_turn(tokenizer: Tokenizer, messages: _Messages, message: Mapping[str, Any]) -> str:
-    """What a template adds to a conversation for one more message, up to the opening of the assistant's answer.
+    """Text that a template adds for one more message, up to the opening of the assistant's answer.
 
     Raises:
-        ValueError: the model has no template, or its template refuses the messages or puts the message elsewhere than at the end.
+        ValueError: the model has no template, or the template rejects the messages or does not append the message.
     """
     longer, last = [*messages, message], len(messages) - 1
     try:
         end = following(tokenizer, messages, last, add_generation_prompt=False)
-    except ValueError:  # the last message's content is not shown, as that of a call of a tool may not be
+    except ValueError:  # the last message's content is not rendered, as can happen with tool calls
         end, rest = tokenizer.render(messages, add_generation_prompt=False), tokenizer.render(longer)
         marker = _marker(tokenizer, longer)
         if marker not in tokenizer.render(_with_content(longer, -1, marker)):
@@ -81,24 +84,25 @@ def next_turn(tokenizer: Tokenizer, messages: _Messages, message: Mapping[str, A
 
 
 def history(tokenizer: Tokenizer, messages: _Messages) -> str:
-    """A conversation that the user's next message is to follow.
+    """Render a conversation that a user's message will follow.
 
-    Some templates write the assistant's last message otherwise once a message follows it: Qwen3's leaves out its reasoning.
+    Some templates render the assistant's last message differently once a message follows it. Qwen3's template, for
+    example, drops its reasoning.
 
     Raises:
-        ValueError: the model has no template, or its template refuses the messages.
+        ValueError: the model has no template, or the template rejects the messages.
     """
     text = tokenizer.render(messages, add_generation_prompt=False)
     message = {"role": "user", "content": _marker(tokenizer, messages)}
     try:
         whole, turn = tokenizer.render([*messages, message]), next_turn(tokenizer, messages, message)
-    except ValueError:  # the user's turn is not next
+    except ValueError:  # a user's message cannot follow
         return text
     return whole.removesuffix(turn) if whole.endswith(turn) else text
 
 
 def _marker(tokenizer: Tokenizer, messages: _Messages, *texts: str) -> str:
-    """Letters and digits, which templates leave as they are, that are neither in these texts nor in the template."""
+    """A marker that occurs neither in these texts nor in the template. Templates leave its letters and digits unchanged."""
     used = "\n".join([repr(messages), tokenizer.chat_template or "", *tokenizer.special.values(), *texts])
     return next(marker for i in itertools.count() if (marker := f"marker{i}x") not in used)
 
@@ -110,7 +114,7 @@ def _with_content(messages: _Messages, message: int, content: str) -> list[Mappi
 
 
 def _left_out(message: Mapping[str, Any]) -> ValueError:
-    return ValueError(f"the model's chat template does not repeat a message of the {message.get('role')}'s as it is")
+    return ValueError(f"the model's chat template does not repeat a message with role {message.get('role')} unchanged")
 
 
 def _changed() -> ValueError:

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints that store a model in another way than its layout says, read as transformers reads them.
+"""Normalises Hugging Face checkpoints that differ from their layout, as transformers does.
 
-A base model's tensors have no ``model.`` prefix. Of an embedding and a head that share their weights, a checkpoint stores one or both. Both can
-differ, although the configuration says that they are tied.
+A base model's tensors lack the prefix ``model.``. If embedding and head share weights, a checkpoint may store either or
+both. Sometimes both are stored and differ, although the configuration ties them.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, StoredTensor
 from .errors import CheckpointError, told
@@ -27,7 +27,7 @@ _COMPARED = 1 << 20
 
 
 def prefixed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors under a causal model's names: those of a base model, which have no prefix, get it."""
+    """Rename tensors to the names of a causal model. Tensors of a base model get the missing prefix."""
     if any(name.startswith(_PREFIX) for name in tensors):
         return dict(tensors)
     return {name if name.startswith("lm_head.") else _PREFIX + name: tensor for name, tensor in tensors.items()}
@@ -36,20 +36,22 @@ def prefixed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 def with_head(
     config: ModelConfig, tensors: Mapping[str, StoredTensor], source: Path, *, compare: bool = True
 ) -> tuple[ModelConfig, dict[str, StoredTensor]]:
-    """The configuration and the tensors, with the embedding and the head that the checkpoint stores.
+    """Match the configuration to the embedding and head that the checkpoint stores.
 
-    If the configuration ties them, but both are stored and differ, the result is untied. If the head alone is stored, it is the embedding.
+    If the configuration ties them but the stored ones differ, the result is untied, with a warning. If only the head is
+    stored, it is also the embedding.
 
     Args:
-        config: the model, as its configuration says.
-        tensors: what is stored, under the names of the layout.
+        config: the configuration.
+        tensors: stored tensors, under the layout's names.
         source: file name for messages.
-        compare: False where tensors cannot be read; the configuration is then believed.
+        compare: False if tensors cannot be read; the configuration is then trusted.
 
-    Warns of a head that differs from the embedding.
+    Returns:
+        The configuration and the tensors.
 
     Raises:
-        CheckpointError: one of the two cannot be read.
+        CheckpointError: embedding or head cannot be read.
     """
     held = dict(tensors)
     if not config.tied or HEAD not in held:
@@ -68,7 +70,7 @@ def with_head(
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors hold the same numbers, bit for bit; compared until the first difference."""
+    """Whether two tensors are equal bit for bit. Stops at the first difference."""
     if one.shape != other.shape:
         return False
     dtype: Any = FLOATS.get(one.dtype, FLOATS["float32"]) if one.dtype == other.dtype else FLOATS["float32"]
@@ -79,7 +81,7 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
         for tensor in (one, other):
             array = np.empty((min(step, one.shape[0] - start), *inner), dtype)
             try:
-                with np.errstate(all="ignore"):  # NaN, which loading counts
+                with np.errstate(all="ignore"):  # ignore NaN here; loading reports it
                     tensor.read(start, array)
             except CheckpointError:
                 raise

@@ -1,4 +1,4 @@
-"""`convert` and `save`: write any checkpoint that can be loaded, or parameters in memory, as Orbax or safetensors."""
+"""`convert` and `save`: write a checkpoint, or parameters in memory, as Orbax or safetensors."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax import files
+from kvjax._util import files
+from kvjax._util.user_files import expanded
 from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
-from kvjax.user_files import expanded
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed
@@ -29,7 +29,7 @@ from .state_dict import checkpoint_of
 from .tokenizer_source import TokenizerSource
 
 SHARD_BYTES = 5 * 10**9
-"""Size above which safetensors are cut into shards, as the Hugging Face hub likes them."""
+"""Size above which safetensors are split into shards, in bytes, as is usual on the Hugging Face hub."""
 
 _DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8"}
 
@@ -38,7 +38,7 @@ _MODEL_FILES = (
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     "chat_template.*",
 )
-"""What overwriting a model may delete; a folder with anything else in it is left alone."""
+"""Files that overwriting may delete. A directory with any other file is not overwritten."""
 
 
 def convert(
@@ -55,26 +55,29 @@ def convert(
     progress: bool | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model in another format, one tensor at a time; the destination appears only when it is complete.
+    """Convert a model to another format, one tensor at a time. The destination appears only when it is complete.
 
     Args:
         source: as for `kvjax.conversion.load`.
-        destination: directory to make.
-        format: "orbax", or "safetensors" as transformers reads it.
-        dtype: type of the written parameters; by default the checkpoint's own (bfloat16 for quantised ones).
-        weights, embedding: as for `kvjax.conversion.load`. What is in 8 or 4 bits is for kvjax alone, as safetensors, too.
-        tokenizer: see `kvjax.conversion.load`.
-        revision: see `kvjax.conversion.load`.
-        token: see there.
-        progress: see there.
-        overwrite: replace a model that is there already. A folder that holds anything besides is not replaced.
+        destination: directory to create.
+        format: "orbax", or "safetensors", which transformers can read.
+        dtype: type of the written parameters; by default the checkpoint's own (bfloat16 for quantised checkpoints).
+        weights, embedding: as for `kvjax.conversion.load`. Only kvjax can read matrices in 8 or 4 bits, also as
+            safetensors.
+        tokenizer: as for `kvjax.conversion.load`.
+        revision, token: as for `kvjax.conversion.load`.
+        progress: as for `kvjax.conversion.load`.
+        overwrite: whether to replace an existing model. A directory with other files is never replaced.
 
     Returns:
         The destination.
 
     Raises:
-        CheckpointError: the source is damaged, or the destination exists, perhaps since the writing began.
-        ValueError: an unknown format, dtype or kind of weights.
+        CheckpointError: the source is damaged, or the destination exists or appears while writing.
+        ValueError: `format`, `dtype`, `weights` or `embedding` is not supported.
+
+    Example:
+        >>> kvjax.conversion.convert("model.gguf", "model", weights="as stored")
     """
     check_kinds(weights, embedding)
     destination = expanded(destination)
@@ -93,23 +96,23 @@ def save(
     progress: bool | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write parameters with their configuration and tokenizer, for `kvjax.load` and, as safetensors, for transformers.
+    """Write parameters with their configuration and tokenizer. `kvjax.load` reads them, and transformers reads the safetensors.
 
     Args:
-        params: what `kvjax.load` or `kvjax.models.init` gives, trained further perhaps.
-        path: directory to make; it appears only when it is complete.
+        params: parameters from `kvjax.load` or `kvjax.models.init`, possibly trained further.
+        path: directory to create. It appears only when it is complete.
         format: "orbax" or "safetensors".
         dtype: type of the written parameters; by default their own.
-        progress: see `kvjax.conversion.load`.
+        progress: as for `kvjax.conversion.load`.
         overwrite: as for `kvjax.conversion.convert`.
 
     Returns:
         The path.
 
     Raises:
-        CheckpointError: the path exists, or the parameters do not have the shapes that their configuration asks for.
-        TypeError: these are no parameters, or shapes alone.
-        ValueError: an unknown format or dtype.
+        CheckpointError: the path exists, or the parameters do not have the shapes of their configuration.
+        TypeError: `params` are not parameters, or are shapes only.
+        ValueError: `format` or `dtype` is not supported.
     """
     path = expanded(path)
     check = _checks(path, format, overwrite)
@@ -141,11 +144,11 @@ def _write(
 
 
 class _Held:
-    """Parameters of a checkpoint as they are to be written: arrays, several for a matrix in 8 or 4 bits.
+    """Parameters of a checkpoint as arrays to write. A quantised matrix has several.
 
     Attributes:
-        checkpoint: where they come from.
-        shapes: of every parameter.
+        checkpoint: source of the parameters.
+        shapes: shapes of every parameter.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: np.dtype, kinds: Kinds) -> None:
@@ -154,9 +157,12 @@ class _Held:
         self._latest: tuple[str, Any] = "", None
 
     def read(self, parameter: str, part: str) -> np.ndarray:
-        """An array of a parameter, by what its name has after that of the parameter. The last parameter is kept for its other arrays."""
+        """Read an array of a parameter. `part` is the suffix of its name after the parameter's name.
+
+        The last parameter is cached for its other arrays.
+        """
         if self._latest[0] != parameter:
-            self._latest = "", None  # let go of before the next is read
+            self._latest = "", None  # freed before the next is read
             held = self.checkpoint.read(parameter, self._dtype, self._kinds.of(parameter))
             if not isinstance(self.shapes[parameter], QuantizedMatrix):
                 return parts("", held)[part]
@@ -212,14 +218,16 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
 
 
 def _stacked(name: str, part: str, held: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    """Shape of a tensor that holds this part of several parameters, one after the other.
+    """Shape of a tensor in which this part of several parameters is stacked.
 
     Raises:
-        CheckpointError: they differ in more than rows.
+        CheckpointError: the parts differ in more than rows.
     """
     shapes: list[Any] = [parts("", each).get(part) for each in held]
     if len({each and (each.shape[1:], each.dtype) for each in shapes}) > 1:
-        raise CheckpointError(f"{name}: what it would hold is quantised in several ways; write orbax instead")
+        raise CheckpointError(
+            f"{name}: the parameters in this tensor are quantised in several ways; write orbax instead"
+        )
     return jax.ShapeDtypeStruct((sum(each.shape[0] for each in shapes), *shapes[0].shape[1:]), shapes[0].dtype)
 
 
@@ -230,7 +238,7 @@ _WRITERS: Mapping[str, Callable[[Path, _Held, str, Meter], None]] = {
 
 
 def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """File name → tensors: one file, or as many as keep each within `SHARD_BYTES`."""
+    """File name → tensors. There is one file, or as many as keep each within `SHARD_BYTES`."""
     shards: list[list[str]] = [[]]
     room = SHARD_BYTES
     for name, size in sizes.items():
@@ -245,9 +253,9 @@ def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def _header(tensors: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
-    """The head of a safetensors file: its length, then shapes and offsets as JSON.
+    """Header of a safetensors file: its length, then shapes and offsets as JSON.
 
-    Written here because the library wants all tensors of a file in memory before it writes the first.
+    The library is not used, as it needs all tensors of a file in memory before it writes the first.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -260,12 +268,12 @@ def _header(tensors: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
         }
         offset = end
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # aligns tensors to eight bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def _checks(destination: str | Path, format: str, overwrite: bool) -> Callable[[Path], None] | None:
-    """Refuse at once what will be refused in the end; what `files.directory` is to check then."""
+    """Validate the destination before the work begins. Returns the check for `files.directory` to repeat at the end."""
     if format not in _WRITERS:
         raise ValueError(f"format={format!r} is not one of {', '.join(_WRITERS)}")
     files.recover(destination)
@@ -279,7 +287,7 @@ def _checks(destination: str | Path, format: str, overwrite: bool) -> Callable[[
 
 
 def _check_replaceable(destination: str | Path, found: Path) -> None:
-    """Raise unless this is an empty folder, or a model and nothing else."""
+    """Raise unless the path is an empty directory, or contains a model and nothing else."""
     names = {entry.name for entry in found.iterdir()} if found.is_dir() else {found.name}
     if names and not (found.is_dir() and names & {MARK, "config.json"}):
         raise CheckpointError(f"{destination} is not a model's directory, so it is not overwritten")

@@ -9,7 +9,8 @@ from pathlib import Path
 import kvjax
 
 DOCS = Path(__file__).parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # its extensions, and benchmarks, which has the tables
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # the extensions, and benchmarks, which has the tables
+sys.path.append(str(DOCS.parent / "tests"))  # imports.py, which has the order of the packages
 # Pages are the same wherever they are built, and need no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

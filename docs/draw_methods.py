@@ -12,11 +12,10 @@ from PIL import Image
 
 import kvjax
 from kvjax import plots
+from kvjax._util.extras import import_matplotlib
 from kvjax.analysis import recall
 from kvjax.analysis.recording import record
-from kvjax.extras import import_matplotlib
 from kvjax.policies import KIVI, ShadowKV, TurboQuant, policies
-from kvjax.policies.capabilities import as_cache
 from kvjax.runtime.inspection import retained_positions
 
 DOCS = Path(__file__).parent
@@ -88,7 +87,7 @@ def bits(params: Any, ids: list[int], method: type[KIVI | TurboQuant]) -> Any:
 def _keys(params: Any, ids: list[int], policy: kvjax.Policy) -> np.ndarray:
     engine = kvjax.Engine(params, policy, prompt_len=len(ids), max_new_tokens=1)
     state, _ = engine.prefill([ids])
-    cache = as_cache(engine.layers[LAYER], state.caches[LAYER])
+    cache = engine.layers[LAYER].view(state.caches[LAYER])
     order = np.argsort(np.asarray(cache.pos[0, 0])[: len(ids)])
     return np.asarray(cache.k[0, 0])[order]
 

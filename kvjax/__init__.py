@@ -1,9 +1,9 @@
-"""kvjax: the KV cache of Llama- and Qwen-family language models, kept within a budget.
+"""kvjax: KV cache compression within a budget, for Llama- and Qwen-family language models.
 
     params = kvjax.load()
     print(kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text)
 
-Names are imported when they are first used, so that the command line can answer without waiting for JAX.
+Names are imported on first use, so that the command line does not wait for JAX.
 """
 
 import importlib
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from .policies import recompress as recompress
     from .policies import register as register
     from .policies import thresholded as thresholded
-    from .runtime.compiling import CompiledGenerator as CompiledGenerator
-    from .runtime.compiling import aot_compile as aot_compile
+    from .runtime.aot import CompiledGenerator as CompiledGenerator
+    from .runtime.aot import aot_compile as aot_compile
     from .runtime.engine import Engine as Engine
     from .runtime.generation import Generation as Generation
     from .runtime.generation import GenerationStats as GenerationStats
@@ -134,7 +134,7 @@ _NAMES = {
         "register",
         "thresholded",
     ),
-    "runtime.compiling": (
+    "runtime.aot": (
         "CompiledGenerator",
         "aot_compile",
     ),

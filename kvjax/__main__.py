@@ -1,15 +1,15 @@
-"""`python -m kvjax` is the `kvjax` command."""
+"""Entry point of the `kvjax` command and of `python -m kvjax`."""
 
 import os
 import sys
 
-# All other imports are within `main`: a Ctrl-C ends them without a traceback.
+# All other imports are within `main`, so that Ctrl-C during them shows no traceback.
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `kvjax` script."""
+    """Run the command line. Entry point of the `kvjax` script."""
     try:
-        from kvjax import standard_streams
+        from kvjax._util import standard_streams
 
         standard_streams.in_utf8()
         sys.unraisablehook = unraisable
@@ -17,7 +17,7 @@ def main() -> None:
         code = standard_streams.close(output, run())
     except KeyboardInterrupt:
         code = 130
-    # What is left is Python's own end, which takes an exception badly.
+    # Only Python's own shutdown is left, which handles exceptions badly.
     import signal
 
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def run() -> int:
-    """The exit code of the command line."""
+    """Run the command line and return its exit code."""
     try:
         from kvjax.cli import app
 
@@ -35,12 +35,12 @@ def run() -> int:
     except OSError as error:
         if error.filename != "standard output":
             raise
-        return 0  # a failed output is said by `standard_streams.close`
+        return 0  # `standard_streams.close` reports a failed output
     return 0
 
 
 def unraisable(told: "sys.UnraisableHookArgs") -> None:
-    """Let a Ctrl-C that came in a callback, such as one of garbage collection, come again: Python drops what is raised there."""
+    """Raise a Ctrl-C again that arrived in a callback, such as one of garbage collection. Python drops exceptions there."""
     if issubclass(told.exc_type, KeyboardInterrupt):
         import signal
         import threading

@@ -1,9 +1,9 @@
-"""Memory and bandwidth of devices, by their makers' data sheets.
+"""Memory and bandwidth of devices, from the manufacturers' data sheets.
 
-NVIDIA's: "NVIDIA T4", "L4", "L40S", "A10G" (AWS' G5), "A100" (PCIe and SXM), "H100", "H200" Tensor Core GPU data sheets, "DGX B200", and
-the GeForce RTX 4090's product page. Google's: "Cloud TPU system architecture" (v4, v5e, v5p, v6e), high bandwidth memory and its
-bandwidth of a chip. Sizes are in powers of ten as they are printed there: what a device has is a little more than that or less, and a
-driver and its runtime take their part of it, see `Device.usable`.
+NVIDIA: data sheets "NVIDIA T4", "L4", "L40S", "A10G" (AWS G5), "A100" (PCIe and SXM), "H100" and "H200 Tensor Core
+GPU", "DGX B200", and the product page of the GeForce RTX 4090. Google: "Cloud TPU system architecture" (v4, v5e, v5p,
+v6e), high bandwidth memory and its bandwidth per chip. Sizes are in powers of ten, as printed there. The actual memory
+differs slightly, and driver and runtime use part of it, see `Device.usable`.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a kind of device has.
+    """A kind of device.
 
     Attributes:
-        kind: what JAX calls it: `device_kind` has this in it.
+        kind: words that JAX's `device_kind` contains.
         memory: bytes.
-        bandwidth: of it, in bytes per second.
+        bandwidth: memory bandwidth in bytes per second.
     """
 
     kind: str
@@ -28,14 +28,14 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes for programs: of a TPU 15/16, as 15 of the 16 GB of a v5e; of a GPU what JAX takes.
+        """Bytes that programs can use: 15/16 of a TPU's memory (15 of the 16 GB of a v5e), or what JAX takes of a GPU's.
 
-        JAX takes three quarters of a GPU's memory, or the fraction that XLA_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_MEM_FRACTION is set to.
-        XLA_PYTHON_CLIENT_PREALLOCATE=false changes when it takes the memory, and not how much. XLA_PYTHON_CLIENT_ALLOCATOR=platform has
-        no limit, of which 15/16 are counted.
+        JAX takes three quarters of a GPU's memory, or the fraction in XLA_CLIENT_MEM_FRACTION or
+        XLA_PYTHON_CLIENT_MEM_FRACTION. XLA_PYTHON_CLIENT_PREALLOCATE=false changes when memory is taken, but not how
+        much. XLA_PYTHON_CLIENT_ALLOCATOR=platform has no limit and counts as 15/16.
 
         Raises:
-            ValueError: the variable is set to what is no fraction.
+            ValueError: the variable is not a fraction.
         """
         if self.kind.startswith("TPU") or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
             return int(self.memory) * 15 // 16
@@ -43,7 +43,7 @@ class Device:
 
 
 def _gpu_fraction() -> float:
-    """The part of a GPU's memory that JAX takes."""
+    """Fraction of a GPU's memory that JAX takes."""
     for name in FRACTIONS:
         if told := os.environ.get(name):
             try:
@@ -52,12 +52,12 @@ def _gpu_fraction() -> float:
                 fraction = 0.0
             if not fraction > 0:
                 raise ValueError(f"{name}={told!r}; give a fraction above 0, or unset it")
-            return fraction if fraction <= 1 else 15 / 16  # more than there is, for memory that is shared with the host
+            return fraction if fraction <= 1 else 15 / 16  # JAX allows more than 1, for memory shared with the host
     return 0.75
 
 
 FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""Variables that tell JAX how much of a GPU's memory to take; at most one of them is set."""
+"""Variables with the fraction of a GPU's memory that JAX takes. At most one is set."""
 
 DEVICES = tuple(
     Device(kind, gigabytes * 1e9, terabytes * 1e12)
@@ -80,10 +80,10 @@ DEVICES = tuple(
         ("TPU v5e", 16, 0.819),
         ("TPU v5 lite", 16, 0.819),
         ("TPU v4", 32, 1.228),
-        ("TPU v5", 95, 2.765),  # what JAX calls a v5p
+        ("TPU v5", 95, 2.765),  # JAX's name of a v5p
     )
 )
-"""The first whose kind is in a `device_kind`, as words of their own, is meant."""
+"""The first device applies whose kind occurs in a `device_kind` as whole words."""
 
 PRESETS: Mapping[str, Device] = {
     name: next(device for device in DEVICES if device.kind == kind)
@@ -99,9 +99,9 @@ PRESETS: Mapping[str, Device] = {
         "v6e": "TPU v6",
     }.items()
 }
-"""Devices to plan for, by short names; Colab has T4, L4, A100, v5e and v6e among them."""
+"""Devices to plan for, by short names. Colab offers T4, L4, A100, v5e and v6e."""
 
 
 def device_of(device_kind: str) -> Device | None:
-    """The device that JAX calls so; None if it is not in the table."""
+    """Device with this `device_kind`; None if it is not in the table."""
     return next((each for each in DEVICES if re.search(rf"\b{re.escape(each.kind)}(?!\d)", device_kind)), None)

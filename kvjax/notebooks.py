@@ -1,4 +1,4 @@
-"""What a notebook begins with, once its first cell has installed kvjax: `kvjax.notebooks.prepare()`."""
+"""Prepares a notebook, after its first cell has installed kvjax: `kvjax.notebooks.prepare()`."""
 
 import importlib
 import importlib.metadata
@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-"""Of these a machine with TPUs has one."""
+"""Device files. A machine with TPUs has one of them."""
 
 
 def prepare() -> Any:
-    """Have JAX compute on this machine's TPU or GPU, say on what it computes, and return that `jax.Device`.
+    """Make JAX use this machine's TPU or GPU, print the device, and return that `jax.Device`.
 
-    kvjax requires JAX for CPUs, and where another JAX was before, in Colab for example, what it had for an accelerator no longer
-    fits. So where there is a TPU or an NVIDIA GPU, what JAX needs for it is installed, of JAX's own version, unless it is there. Call it
-    before anything is computed.
+    kvjax requires JAX for CPUs. If another JAX version was installed before, for example in Colab, its accelerator
+    support no longer fits. On a machine with a TPU or an NVIDIA GPU, this function installs the support for the current
+    JAX version if it is missing. Call it before any computation.
 
     Raises:
-        RuntimeError: it could not be installed; the message has the command.
+        RuntimeError: the installation failed. The message has the command.
     """
     missing = _missing()
     if missing is not None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", missing]
         if subprocess.run(command, check=False).returncode:
             raise RuntimeError(
-                f"JAX has nothing for this machine's accelerator, and installing it failed: {' '.join(command)}; "
-                "run that in a shell and start the kernel anew, or set JAX_PLATFORMS=cpu to do without"
+                f"JAX lacks support for this machine's accelerator, and installing it failed: {' '.join(command)}; "
+                "run that in a shell and restart the kernel, or set JAX_PLATFORMS=cpu to use the CPU"
             )
         importlib.invalidate_caches()
     import jax
@@ -40,12 +40,12 @@ def prepare() -> Any:
 
 
 def _missing() -> str | None:
-    """The requirement of what JAX needs for this machine's accelerator; None where it needs nothing more."""
+    """Requirement of JAX's support for this machine's accelerator; None if nothing is missing."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return None
     version = importlib.metadata.version("jax")
     if any(Path(file).exists() for file in TPU_FILES):
-        return f"jax[tpu]=={version}"  # which compiler belongs to it pip knows, and does nothing where that is there
+        return f"jax[tpu]=={version}"  # pip selects the matching compiler, or does nothing if it is installed
     if shutil.which("nvidia-smi") is None:
         return None
     there = {_version(f"jax-cuda{release}-plugin") for release in (12, 13)}

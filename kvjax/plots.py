@@ -1,4 +1,4 @@
-"""Pictures of what policies keep. Needs matplotlib."""
+"""Figures of what policies keep, and of their quality and cost. Needs matplotlib."""
 
 import math
 from collections import Counter
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files
-from kvjax.extras import import_matplotlib
+from kvjax._util import files
+from kvjax._util.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import HeadProfile, Policy
 from kvjax.runtime.generation import GenerationStats
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = "viridis_r"
-"""Even steps of lightness, readable with any colour vision and in grey."""
+"""Colours with even steps of lightness, readable with any colour vision and in grey."""
 
 
 def kept_tokens(
@@ -29,16 +29,21 @@ def kept_tokens(
     policies: Mapping[str, Policy] | Sequence[Policy],
     max_new_tokens: int = 64,
 ) -> "Figure":
-    """Run each policy on a prompt and draw which positions its cache holds at every step.
+    """Run each policy on a prompt and draw which positions its cache contains at every step.
 
     Args:
+        params: the model.
         prompt: text or token ids.
         policies: one panel each, titled by its key or, in a sequence, by its name and budget.
-        max_new_tokens: tokens to generate, greedily.
+        max_new_tokens: number of tokens to generate greedily.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is no policy to draw, or as `kvjax.runtime.inspection.retained_positions`.
+
+    Example:
+        >>> figure = kvjax.plots.kept_tokens(params, "Once upon a time", [kvjax.TreeKV(budget=64)])
+        >>> kvjax.plots.save(figure, "kept.png")
     """
     import_matplotlib()
     named = policies if isinstance(policies, Mapping) else {_title(policy): policy for policy in policies}
@@ -50,17 +55,17 @@ def draw(
     title: str = "What is in the cache: each row is a step, white has been dropped, grey is yet to be written",
     label: str = "share of heads that hold the token",
 ) -> "Figure":
-    """One panel for each array of `retained_positions`, drawn to the same scale.
+    """One panel for each array of `retained_positions`, with a common scale.
 
     Args:
-        retained: panels by title.
-        title: of the whole picture; broken into two lines above a single panel.
-        label: what the shares are.
+        retained: arrays by title.
+        title: title of the figure. It is broken into two lines above a single panel.
+        label: label of the colour bar.
     """
     figures, colormaps = import_matplotlib()
     if not retained:
         raise ValueError("no policy to draw; give at least one")
-    # A single panel is as wide as its title asks for.
+    # A single panel is as wide as its title.
     figure = figures.Figure(figsize=(max(2.2 + 3.1 * len(retained), 6.8), 4.2), layout="constrained")
     panels = figure.subplots(1, len(retained), sharex=True, sharey=True, squeeze=False)[0]
     colours = colormaps[_COLOURS].with_extremes(under="white", bad="0.9")
@@ -69,7 +74,7 @@ def draw(
         steps, positions = shares.shape
         prompt = positions - steps + 1
         unwritten = np.arange(positions) >= prompt + np.arange(steps)[:, None]
-        # Cells are centred on whole numbers; what no head holds lies below vmin, and is white.
+        # Cells are centred on whole numbers. Values that no head keeps are below vmin, and white.
         image = panel.imshow(
             np.where(unwritten, np.nan, shares), aspect="auto", interpolation="nearest", cmap=colours, vmin=1e-9, vmax=1
         )
@@ -83,7 +88,7 @@ def draw(
 
 
 def head_map(profile: HeadProfile) -> "Figure":
-    """The scores of a head profile as a map of layers × KV heads, a dot on each head of the rarer label.
+    """Map of a head profile's scores, layers × KV heads, with a dot on each head of the rarer label.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -111,7 +116,8 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
     """Accuracy by depth × length, from a needle task's result rows.
 
     Args:
-        rows: each with a `score` and `labels` that have `length` and `depth`; scores of one cell are averaged.
+        rows: rows with a `score`, and `labels` with `length` and `depth`. Scores of a cell are averaged.
+        title: title of the figure.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -141,10 +147,10 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
 
 
 def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
-    """Bars of what runs took, one per run: bytes of cache on the device, and tokens decoded per second.
+    """Bars of the cost of runs: bytes of cache on the device, and tokens decoded per second.
 
     Args:
-        stats: of each run, by name.
+        stats: statistics of each run, by name.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -176,17 +182,17 @@ def coloured_text(
     label: str = "share of heads that hold the token",
     width: int = 100,
 ) -> "Figure":
-    """A passage on coloured ground, token by token, once for each array; what has a share of 0 stays white.
+    """A text with coloured tokens, once for each array. Tokens with a share of 0 remain white.
 
     Args:
-        pieces: text of each of the T tokens (as `kvjax.conversion.Tokenizer.stream_decoder` gives them).
+        pieces: text of each of the T tokens (as from `kvjax.conversion.Tokenizer.stream_decoder`).
         shares: 0 to 1 for each token, by title.
-        label: what the shares are.
-        width: characters to a line.
+        label: label of the colour bar.
+        width: characters per line.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there is nothing to draw, or arrays have other lengths than the passage.
+        ValueError: there is nothing to draw, or an array does not have one value per token.
     """
     figures, colormaps = import_matplotlib()
     if not shares:
@@ -196,7 +202,7 @@ def coloured_text(
             raise ValueError(f"{title} has {len(values)} shares for {len(pieces)} tokens; give one per token")
     places = _lines(pieces, width)
     lines = 1 + max((line for line, _, _ in places), default=0)
-    # Inches: letters of the font that comes with matplotlib, at 8 points, are 0.067 wide, in whole pixels 0.07.
+    # Inches: letters of matplotlib's default font, at 8 points, are 0.067 wide, or 0.07 in whole pixels.
     column, row, head, margin, scale = 0.07, 0.19, 0.3, 0.1, 0.9
     wide, high = 2 * margin + column * width + scale, len(shares) * (head + row * lines) + 2 * margin
     figure = figures.Figure(figsize=(wide, high))
@@ -224,7 +230,7 @@ def coloured_text(
 
 
 def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
-    """Line, column and printed text of each token: lines break before a token that does not fit, and where the text has breaks."""
+    """Line, column and printed text of each token. Lines break at the text's breaks, and before tokens that do not fit."""
     places, line, column = [], 0, 0
     for piece in pieces:
         text = piece.rstrip("\n").replace("\n", " ")
@@ -238,12 +244,12 @@ def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Quality over memory and, where it was timed, over speed: a row of panels per task, a line per policy, the full cache as the reference.
+    """Quality over memory and, if it was timed, over speed. One row of panels per task, one line per policy, and the full cache as reference.
 
-    With a single budget, at which all policies hold the same bytes, policies are listed instead, the best first.
+    With a single budget, at which all policies have the same bytes, policies are listed instead, best first.
 
     Args:
-        rows: as in a comparison's `table.json`.
+        rows: rows of a comparison's `table.json`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -254,7 +260,7 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         raise ValueError("no results to draw; give the rows of a comparison")
     tasks, policies = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "policy"))
     listed = len({row["target"] for row in rows if row["target"] is not None}) <= 1
-    # Inches: a line of the list and one of the legend, which has to fit beside all panels, are about a quarter of one.
+    # Inches: a line of the list, and one of the legend, which has to fit next to all panels, are about a quarter.
     panel, legend = (max(1.2 + 0.24 * len(policies), 2.2), 0.0) if listed else (3.2, 0.24 * len(policies))
     timed = any(row["tokens_per_second"] is not None for row in rows)
     size = 9.2 if timed else 6.4, 0.6 + max(panel * len(tasks), legend)
@@ -276,7 +282,7 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def _listed(panels: Any, rows: Sequence[Mapping[str, Any]], quality: str) -> None:
-    """One marker per policy: its value, and its speed; behind its name, its share of the full cache's bytes."""
+    """One marker per policy for its value and its speed. Its label shows its fraction of the full cache's bytes."""
     best = -1 if rows[0]["higher_is_better"] else 1
     ranked = sorted(rows, key=lambda row: math.inf if row["value"] is None else best * row["value"])
     names = [f"{row['policy']} ({100 * row['cache_bytes'] / row['full_cache_bytes']:.0f} %)" for row in ranked]
@@ -327,7 +333,7 @@ def _over_memory_and_speed(
 
 
 def _readable(axis: Any, set_limits: Callable[[float, float], Any]) -> None:
-    """Ticks show values, and not what they differ by from one of them; values that are equal, or nearly so, are not spread over the axis."""
+    """Make ticks show values instead of offsets, and keep nearly equal values from being spread over the axis."""
     axis.get_major_formatter().set_useOffset(False)
     low, high = axis.get_data_interval()
     if not math.isfinite(low) or not math.isfinite(high):
@@ -339,10 +345,10 @@ def _readable(axis: Any, set_limits: Callable[[float, float], Any]) -> None:
 
 
 _NOTHING = 1e-6
-"""Values of that size are 0 to a reader."""
+"""Values below this size count as 0."""
 
 _LEAST_SPREAD = 0.02
-"""Of the values of an axis, as a share of them; with less it shows what lies around them."""
+"""Minimum extent of an axis, as a fraction of its values. A smaller range is widened."""
 
 
 def _or_untimed(panel: Any, rows: Sequence[Mapping[str, Any]], field: str) -> None:
@@ -358,28 +364,28 @@ _REFERENCE, _SINGLE = "black", "#0072B2"
 _DASHED = {"color": "0.5", "linewidth": 0.8, "linestyle": "--", "zorder": 0}
 
 _LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
-"""Colours that any colour vision tells apart (Okabe and Ito 2008, and an olive for the yellow, which is too light for lines)."""
+"""Colours that are distinct for any colour vision (Okabe and Ito 2008, with olive instead of yellow, which is too light for lines)."""
 
 _MARKERS = "os^Dv<>P*"
-"""Nine markers for seven colours: no two of 63 policies look alike."""
+"""Nine markers for seven colours, so that 63 policies look different."""
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Write a picture, whole or not at all, in the format that the name ends in: .png, .svg or .pdf; without an ending, PNG.
+    """Write a figure atomically, in the format of the file's suffix: .png, .svg or .pdf; PNG without a suffix.
 
     Raises:
-        ValueError: another format, which matplotlib does not know either.
+        ValueError: matplotlib does not support the format.
     """
     with files.writing(path) as stream:
         figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)
 
 
 def check_format(path: str | Path) -> None:
-    """Raise what `save` would raise of a name, before anything is drawn.
+    """Raise what `save` would raise for this name, before anything is drawn.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: matplotlib knows no format of that name.
+        ValueError: matplotlib does not support the format.
     """
     figures, _ = import_matplotlib()
     known, ending = figures.Figure().canvas.get_supported_filetypes(), Path(path).suffix[1:]

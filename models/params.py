@@ -1,9 +1,9 @@
-"""Parameters: a pytree of weights that carries its configuration and tokenizer as static fields.
+"""Model parameters: a pytree of weights, with configuration and tokenizer as static fields.
 
-Shapes come first: `abstract(config)` is the single place that knows them; random initialisation, conversion and sharding
-all start from it. Projections are stored as checkpoints store them, [out, in]: tensors then go from a memory map to the
-device untouched, and on CPU the matrix-vector products of decoding read contiguous rows (1.1 to 2× faster than [in, out]
-at the default model's projection shapes).
+`abstract(config)` defines all shapes; random initialisation, conversion and sharding start from it. Projections are
+stored [out, in], as in checkpoints. Tensors then go from a memory map to the device unchanged. On CPU, the
+matrix-vector products of decoding read contiguous rows, which is 1.1 to 2 times as fast as [in, out] (projection shapes
+of the default model).
 """
 
 import dataclasses
@@ -18,18 +18,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
-
-from .config import ModelConfig
 
 PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 """Matrices of a layer, by the last part of their names."""
 
 TABLES = frozenset({"embed", "head"})
-"""Matrices with a row for each token of the vocabulary."""
+"""Matrices with one row per token of the vocabulary."""
 
 GROUP = 32
-"""Inputs that share a scale and a minimum where four bits are made of floats."""
+"""Inputs that share a scale and a minimum when floats are quantised to 4 bits."""
 
 
 @flax.struct.dataclass
@@ -61,7 +60,7 @@ class MLP:
 
 
 @flax.struct.dataclass
-class Layer:
+class Block:
     """One transformer block."""
 
     attn_norm: Float[Array, " D"]
@@ -74,15 +73,15 @@ class Layer:
 
 @flax.struct.dataclass
 class Params:
-    """A whole model; embed and head [V, D]. V vocabulary, D model dim.
+    """Parameters of a model; embed and head are [V, D]. V vocabulary, D model dim.
 
-    Matrices may be in 8 or 4 bits, and stay so (`kvjax.pallas_kernels.QuantizedMatrix`). `head` is None where the embedding serves as
-    output head. `config` and `tokenizer` are static: they take part in tree equality, not in arithmetic. The tokenizer (None for a model
-    without text) compares by content.
+    Matrices may be quantised to 8 or 4 bits, and remain so in memory (`kvjax.pallas_kernels.QuantizedMatrix`). `head`
+    is None if it is tied to the embedding. `config` and `tokenizer` are static: they are part of the tree structure.
+    `tokenizer` is None for a model without text, and tokenizers compare by content.
     """
 
     embed: Matrix
-    layers: tuple[Layer, ...]
+    layers: tuple[Block, ...]
     norm: Float[Array, " D"]
     head: Matrix | None = None
     config: ModelConfig = flax.struct.field(pytree_node=False, kw_only=True)
@@ -90,11 +89,11 @@ class Params:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Floating-point type of activations and cache, and of all weights that are not in 8 or 4 bits."""
+        """Floating-point type of activations, cache, and weights that are not quantised."""
         return self.norm.dtype
 
     def __repr__(self) -> str:
-        """Which model this is and what it takes. Leaves may be anything, as in what `jax.tree.map` makes of parameters."""
+        """Summary of the model. Leaves may be of any type, as after `jax.tree.map`."""
         c, leaves = self.config, jax.tree.leaves(self)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
         weights = jax.tree.leaves(self, is_leaf=is_quantized)
@@ -113,7 +112,7 @@ class Params:
 
 
 def without_text(params: Params) -> Params:
-    """The same weights without the tokenizer and the ids of begin and end tokens, which no program depends on."""
+    """Copy without tokenizer and without the ids of start and end tokens, on which no program depends."""
     return dataclasses.replace(params, tokenizer=None, config=dataclasses.replace(params.config, eos=(), bos=None))
 
 
@@ -124,12 +123,14 @@ def abstract(
     weights: str = "float",
     embedding: str = "float",
 ) -> Params:
-    """The shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves; nothing is allocated.
+    """Shapes of a model's parameters, as `jax.ShapeDtypeStruct` leaves. Nothing is allocated.
 
     Args:
-        dtype: type of what is not in 8 or 4 bits.
-        weights: "float", "int8" or "int4": of the layers' matrices.
-        embedding: the same, of embedding and head.
+        config: the model's configuration.
+        dtype: type of parameters that are not quantised.
+        tokenizer: tokenizer to attach.
+        weights: kind of the layers' matrices: "float", "int8" or "int4".
+        embedding: kind of embedding and head.
     """
     c = config
     array = functools.partial(_struct, dtype=dtype)
@@ -138,7 +139,7 @@ def abstract(
         return array(*shape) if present else None
 
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = Layer(
+    layer = Block(
         attn_norm=array(c.hidden_size),
         attn=Attention(
             q=array(queries, c.hidden_size),
@@ -176,30 +177,30 @@ def abstract(
 
 
 def kind_of(name: str, weights: Any, embedding: Any) -> Any:
-    """Which of two kinds, of the layers' matrices and of embedding and head, a parameter has; "float" if it is neither."""
+    """Kind of a parameter: `weights` for matrices of layers, `embedding` for embedding and head, "float" for others."""
     last = name.rpartition(".")[-1]
     return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
 
 
 def quantized_shape(leaf: Any, kind: str) -> Any:
-    """The shapes of a matrix as "int8" or "int4" hold it; a "float" one as it is."""
+    """Shapes of a matrix as "int8" or "int4"; unchanged for "float"."""
     if kind == "float":
         return leaf
     outputs, inputs = leaf.shape
     if kind == "int8":
         return Int8Matrix(_struct(outputs, inputs, dtype=jnp.int8), _struct(outputs, dtype=jnp.float32))
     if kind != "int4":
-        raise ValueError(f"weights in {kind!r}; give float, int8 or int4")
+        raise ValueError(f"weights={kind!r}; give float, int8 or int4")
     group = math.gcd(inputs, GROUP)
     if group % 2:
-        raise ValueError(f"{inputs} inputs of a matrix cannot be in 4 bits: two are in a byte")
+        raise ValueError(f"a matrix with {inputs} inputs cannot be in 4 bits, as two inputs share a byte")
     levels = _struct(outputs, group // 2, inputs // group, dtype=jnp.uint8)
     scale = _struct(outputs, inputs // group, dtype=jnp.float16)
     return GroupedMatrix(levels, scale, scale)
 
 
 def retyped(params: Params, dtype: Any) -> Params:
-    """The shapes of these parameters with others' floating-point type; what is in 8 or 4 bits stays."""
+    """Shapes of the parameters with another floating-point type. Quantised matrices do not change."""
     return jax.tree.map(
         lambda weight: (
             jax.tree.map(lambda x: _struct(*x.shape, dtype=x.dtype), weight)
@@ -219,13 +220,19 @@ def init(
     weights: str = "float",
     embedding: str = "float",
 ) -> Params:
-    """Random parameters: matrices normal with variance 1/fan-in (in 8 and 4 bits uniform with the same), norm gains one, biases zero.
+    """Initialise random parameters, for tests and for benchmarks at the shapes of real models.
 
-    Meant for tests and for benchmarks at a real model's shape. Weights are made on the device, by one small program for each
-    shape that occurs (one program for all of them takes minutes to compile).
+    Matrices are normal with variance 1/fan-in (quantised ones uniform with the same variance), norm gains one and
+    biases zero. Weights are made on the device by one small program per shape, as a single program for all takes
+    minutes to compile.
 
     Args:
+        config: the model's configuration.
+        key: random key.
         dtype, tokenizer, weights, embedding: as for `abstract`.
+
+    Example:
+        >>> params = kvjax.models.init(config, jax.random.key(0), "bfloat16")
     """
     shapes = abstract(config, dtype, tokenizer, weights, embedding)
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
@@ -236,17 +243,17 @@ def init(
 
 
 def count(params: Params) -> int:
-    """Number of parameters (also of an `abstract` tree)."""
+    """Number of parameters. Also works for an `abstract` tree."""
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(params, is_leaf=is_quantized))
 
 
 def nbytes(params: Params) -> int:
-    """Bytes of all weights (also of an `abstract` tree)."""
+    """Bytes of all weights. Also works for an `abstract` tree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def same_shapes(params: Params, other: Params) -> bool:
-    """Whether programs for one take the other: a model of the same configuration, each weight of the same shape and type."""
+    """Whether compiled programs accept either: equal configuration, and equal shapes and types of all weights."""
     bare = [dataclasses.replace(each, tokenizer=None) for each in (params, other)]
     leaves = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(each)] for each in bare]
     return jax.tree.structure(bare[0]) == jax.tree.structure(bare[1]) and leaves[0] == leaves[1]
@@ -267,7 +274,7 @@ def _struct(*shape: int, dtype: Any) -> Any:
 
 
 def initial(name: str, leaf: Any, key: PRNGKeyArray) -> Any:
-    """One random parameter of this shape, see `init`. Of the name it matters whether it is ``embed``, or ends with ``bias``."""
+    """Random parameter of the shape of `leaf`, see `init`. Only names that are ``embed`` or end with ``bias`` matter."""
     if len(leaf.shape) == 2:
         deviation = 1.0 if name == "embed" else leaf.shape[1] ** -0.5
         if is_quantized(leaf):
@@ -282,7 +289,7 @@ def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any)
 
 
 def _uniform(key: PRNGKeyArray, deviation: float, shapes: Any) -> Any:
-    """A matrix of random levels, whose scales (and minima, where the lowest level is 0) give its numbers mean 0 and this deviation."""
+    """Random quantised matrix with mean 0 and the given standard deviation, set by its scales and minima."""
     levels = _bits(key, shapes.levels.shape, shapes.levels.dtype)
     count = 16 if shapes.kind == "int4" else 256
     scale = deviation / ((count**2 - 1) / 12) ** 0.5

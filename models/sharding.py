@@ -1,10 +1,12 @@
-"""Where a model's weights lie on a mesh: what a user asks for, and which axis of each is dealt to which devices.
+"""Shards a model's weights over a mesh.
 
-A mesh has rows along `data` and shares a model along `model`; where the model has fewer KV heads than `model` has devices, several of
-them hold the same heads and divide only the matrices. So do the devices along `sequence`, which share the slots of these heads' caches
-besides. KV heads, with the query heads that read them, are dealt among `heads` devices; the columns of the two matrices that end a
-layer's halves, the MLP's width and the vocabulary among all that share the model (`kvjax.cache.shard`). What does not divide is padded
-with zeros, which change no result: silu(0) · 0 is 0, and logits beyond the vocabulary are cut off.
+A user's mesh has three axes. `data` shards the batch. `model` shards KV heads with their query heads, matrices and the
+vocabulary. If there are fewer KV heads than devices along `model`, several devices hold the same heads and shard only
+the matrices. Devices along `sequence` also hold the same heads, and shard the slots of their caches.
+
+KV heads are sharded over `heads` devices. Columns of the output and down projections, the MLP's width and the
+vocabulary are sharded over all devices of `model` and `sequence` (`kvjax.cache.shard`). Sizes that do not divide evenly
+are padded with zeros, which do not change results: silu(0) · 0 is 0, and logits beyond the vocabulary are dropped.
 """
 
 import math
@@ -19,27 +21,27 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
-from kvjax.arguments import shown
+from kvjax._util.arguments import shown
 from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import is_quantized
 
-from .config import ModelConfig
 from .params import Params, abstract, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"
-"""Axes of a mesh that a user gives: rows; KV heads, matrices and the vocabulary; slots of a cache, and again matrices and the vocabulary."""
+"""Axes of a user's mesh: the batch; KV heads, matrices and the vocabulary; cache slots, and also matrices and the vocabulary."""
 
 _ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
     ("gate", "up", "gate_bias", "up_bias", "embed", "head"), MODEL
 )
-"""By the last part of a parameter's name: the mesh axes that its outputs, its first axis, are dealt along."""
+"""Last part of a parameter's name → mesh axes that shard its first axis (outputs)."""
 
 _COLUMNS = ("o", "down")
-"""Matrices whose inputs are dealt along `MODEL`: the last axis, that of groups of inputs in a matrix of 4 bits."""
+"""Matrices whose inputs are sharded along `MODEL`: their last axis, which is that of groups in a 4-bit matrix."""
 
 _FIELDS = ("levels", "scale", "minimum", "scale_unit", "minimum_unit")
-"""Arrays of a matrix in 8 or 4 bits, which follow its name."""
+"""Arrays of a quantised matrix, whose names follow that of the matrix."""
 
 _ALLOWED = (
     'give a jax.sharding.Mesh with some of the axes "data" (rows), "model" (KV heads and matrices) and "sequence" (slots of the cache, and '
@@ -48,13 +50,14 @@ _ALLOWED = (
 
 
 def get_mesh(mesh: Mesh | str) -> Mesh:
-    """A mesh of the axes `data`, `model` and `sequence`, from one that has some of them, or from text such as "data=2,model=4".
+    """Normalise a mesh, or text such as "data=2,model=4", to a mesh with axes `data`, `model` and `sequence`.
 
-    Has NCCL, unless it is told otherwise or has begun already, make graphs of its kernels alone: with nodes for events in them, which are for
-    programs that communicate in a graph and outside of one at the same time, CUDA takes no loop.
+    Sets NCCL_GRAPH_MIXING_SUPPORT=0 unless the variable is set. Without it, NCCL adds event nodes to CUDA graphs, which
+    loops do not support. Only programs that communicate inside and outside of a graph at the same time need such nodes.
+    The variable has no effect once NCCL is initialised.
 
     Raises:
-        ValueError: it has other axes, or there are fewer devices than it asks for.
+        ValueError: the mesh has other axes, or needs more devices than there are.
     """
     if isinstance(mesh, str):
         sizes = parse_mesh(mesh)
@@ -71,21 +74,21 @@ def get_mesh(mesh: Mesh | str) -> Mesh:
     if jax.process_count() > 1 and jax.process_index() not in processes:
         raise ValueError(
             f"the mesh has {devices.size} devices, none of them in process {jax.process_index()} of {jax.process_count()}; give one with devices of "
-            f"every process, of which there are {jax.device_count()} in all"
+            f"every process; there are {jax.device_count()} in all"
         )
     return Mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
 
 
 def is_of_one_process(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Whether all of a mesh's devices are this process' own."""
+    """Whether all devices of a mesh belong to this process."""
     return isinstance(mesh, Mesh) and all(x.process_index == jax.process_index() for x in mesh.devices.flat)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of a mesh's axes, from text such as "data=2,model=4".
+    """Parse the axis sizes of a mesh from text such as "data=2,model=4".
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a mesh.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -96,23 +99,24 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
+def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, heads_coupled: bool = False) -> Shard:
     """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
 
     Args:
-        mesh: an abstract one has some of the axes, too.
-        joint_heads: whether each device is to have all KV heads. Then those along `model` share slots, as along `sequence`: caches of
-            unequal sizes come to equal bytes so.
+        mesh: the mesh, which may be abstract.
+        config: the model's configuration.
+        heads_coupled: whether each device holds all KV heads. Devices along `model` then share slots, as along
+            `sequence`, so that caches of unequal heads are balanced.
 
     Raises:
-        ValueError: see `get_mesh`, also of an abstract mesh; or the model's query heads cannot be dealt among devices that hold the same KV heads.
+        ValueError: as `get_mesh`, or the query heads cannot be sharded over devices with the same KV heads.
     """
     if mesh is None:
         return ONE_DEVICE
     given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
     _check_axes(given)
     data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
-    heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
+    heads = 1 if heads_coupled else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
     if width % (copies * slots):
         asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
@@ -121,14 +125,14 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
     axes = DATA, HEADS, COPIES, SLOTS
-    sizes = (data, 1, 1, copies * slots) if joint_heads else (data, heads, copies, slots)
+    sizes = (data, 1, 1, copies * slots) if heads_coupled else (data, heads, copies, slots)
     if isinstance(given, AbstractMesh):
         return Shard(AbstractMesh(sizes, axes))
     return Shard(Mesh(given.devices.reshape(sizes), axes))
 
 
 def partition(name: str, ndim: int) -> PartitionSpec:
-    """How the parameter of this name is dealt; names as `tree_map_named` gives them."""
+    """Partition of a parameter, by its name as in `tree_map_named` and its number of axes."""
     part = _matrix(name).rpartition(".")[2]
     if part in _COLUMNS:
         return PartitionSpec(*[None] * (ndim - 1), MODEL) if ndim > 1 else PartitionSpec()
@@ -136,7 +140,7 @@ def partition(name: str, ndim: int) -> PartitionSpec:
 
 
 def partitions(params: Params) -> Params:
-    """`partition` of every parameter, in a tree of the same structure."""
+    """Partitions of all parameters, in a tree of the same structure."""
     leaves, tree = jax.tree.flatten(params)
     return _partitions(tree, tuple(leaf.ndim for leaf in leaves))
 
@@ -147,9 +151,9 @@ def _partitions(tree: Any, ndims: tuple[int, ...]) -> Params:
 
 
 def place(shard: Shard, name: str, weight: Any) -> Any:
-    """One parameter, padded and put where it belongs; of a `jax.ShapeDtypeStruct`, the shape with its place.
+    """Pad a parameter and place it on its devices. For a `jax.ShapeDtypeStruct`, return the padded shape with its sharding.
 
-    One that is there already is not copied.
+    A parameter that is already in place is not copied.
 
     Raises:
         ValueError: inputs that share a scale would be on different devices.
@@ -160,14 +164,16 @@ def place(shard: Shard, name: str, weight: Any) -> Any:
 
 
 def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slice | None], Any]) -> Any:
-    """One parameter where it belongs, of which a process reads no more than its own devices are to have, and that once.
+    """Read a parameter and place it on its devices. Each process reads only the parts of its own devices, once each.
 
-    The process holds that much on the host besides.
+    Host memory temporarily holds these parts.
 
     Args:
-        shapes: of the parameter, or of the arrays of a matrix in 8 or 4 bits.
-        read: `read(rows, columns)` gives one row or more on the host, and of a matrix columns of its last axis, that of the levels where it is in
-            8 or 4 bits; or all columns, where they cannot be read apart.
+        shard: the devices.
+        name: the parameter's name.
+        shapes: shape of the parameter, or of the arrays of a quantised matrix.
+        read: `read(rows, columns)` returns at least one row on the host. For a matrix, `columns` slices the last axis,
+            which is that of the codes if it is quantised. All columns are returned if they cannot be read separately.
 
     Raises:
         ValueError: as `place`.
@@ -182,7 +188,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
             for index, array in zip(indices, wanted, strict=True)
         )
         parts.setdefault(part, []).append(device)
-    together: dict[Any, list[Any]] = {}  # parts that lie side by side are read at once
+    together: dict[Any, list[Any]] = {}  # adjacent parts are read at once
     by_rows, by_columns = (_runs({part[0][axis] for part in parts}) for axis in (0, -1))
     for part in parts:
         together.setdefault((by_rows[part[0][0]], by_columns[part[0][-1]]), []).append(part)
@@ -191,7 +197,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
         rows = _within(rows, own[0].shape[0])
         columns = _within(columns, own[0].shape[-1]) if own[0].ndim > 1 else None
         if any(each.start == each.stop for each in (rows, columns) if each is not None):
-            found, cut = [np.zeros((0,) * shape.ndim, shape.dtype) for shape in own], True  # padding alone
+            found, cut = [np.zeros((0,) * shape.ndim, shape.dtype) for shape in own], True  # only padding
         else:
             found = jax.tree.leaves(read(rows, columns))
             cut = columns is not None and found[0].shape[-1] == columns.stop - columns.start
@@ -209,7 +215,7 @@ def place_from(shard: Shard, name: str, shapes: Any, read: Callable[[slice, slic
 
 
 def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each range the one that it makes with all that are next to it."""
+    """Map each range to the union of the adjacent ranges that it belongs to."""
     found: list[list[tuple[int, int]]] = []
     for each in sorted(ranges):
         if found and found[-1][-1][1] == each[0]:
@@ -220,12 +226,12 @@ def _runs(ranges: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]
 
 
 def _within(part: tuple[int, int], size: int) -> slice:
-    """A range without what is padding."""
+    """Clip a range to the unpadded size."""
     return slice(*(min(end, size) for end in part))
 
 
 def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The array, with zeros behind it where the shape is larger."""
+    """Pad an array with zeros to a shape."""
     if array.shape == tuple(shape):
         return array
     whole = np.zeros(shape, array.dtype)
@@ -236,13 +242,16 @@ def _filled(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 def init_on(
     shard: Shard, config: ModelConfig, key: PRNGKeyArray, dtype: Any, weights: str = "float", embedding: str = "float"
 ) -> Params:
-    """Random parameters where they belong, as `init` makes them; of those on a mesh each device makes its own part alone.
+    """Initialise random parameters on their devices, as `init` does. On a mesh, each device makes only its own part.
 
     Args:
+        shard: the devices.
+        config: the model's configuration.
+        key: random key.
         dtype, weights, embedding: as for `abstract`.
 
     Raises:
-        ValueError: as for `place`.
+        ValueError: as `place`.
     """
     if shard.mesh is None:
         return init(config, key, dtype, weights=weights, embedding=embedding)
@@ -254,7 +263,7 @@ def init_on(
 def compile_init_on(
     shard: Shard, config: ModelConfig, dtype: Any, weights: str = "float", embedding: str = "float"
 ) -> None:
-    """Have the programs of `init_on` for a mesh in the compilation cache. (Those for one device are small, and compiled at once.)"""
+    """Compile the programs of `init_on` into the compilation cache. Only needed for a mesh, as those for one device compile fast."""
     if shard.mesh is None:
         return
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -263,7 +272,7 @@ def compile_init_on(
 
 
 def _making(shard: Shard, config: ModelConfig, dtype: Any, weights: str, embedding: str) -> tuple[list[Any], Any]:
-    """For each parameter the program that makes it of a key, and the tree of all parameters."""
+    """For each parameter, the program that makes it from a key; and the tree of all parameters."""
     shapes = abstract(config, dtype, weights=weights, embedding=embedding)
     paths, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
     programs: list[Any] = []
@@ -288,15 +297,17 @@ def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeS
 
 
 def place_all(shard: Shard, params: Params) -> Params:
-    """All parameters where they belong on a mesh; errors as for `place`."""
+    """Place all parameters on a mesh. Errors as for `place`."""
     return tree_map_named(lambda name, leaf: _placed(shard, name, leaf), params)
 
 
 def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The shape of a parameter that a mesh may have padded without what it was padded with.
+    """Shape of a parameter without the padding that a mesh may have added.
 
     Args:
-        matrix: shapes of parameters, by name.
+        name: the parameter's name.
+        shape: its possibly padded shape.
+        matrix: unpadded shapes of parameters, by name.
     """
     outputs, *inputs = matrix[_matrix(name)]
     padded = len(inputs) == 1 and len(shape) == 2 and (name.endswith(".levels") or _matrix(name) == name)
@@ -304,7 +315,7 @@ def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int
 
 
 def unpadded(params: Params) -> Params:
-    """Parameters without what a mesh may have padded them with; where they are."""
+    """Remove the padding that a mesh may have added. The parameters remain on their devices."""
     if mesh_of(params) is None:
         return params
     whole = abstract(params.config)
@@ -318,7 +329,7 @@ def unpadded(params: Params) -> Params:
 
 
 def mesh_of(params: Params) -> Mesh | None:
-    """The mesh that weights lie on, with the axes `data`, `model` and `sequence`; None if that is one device."""
+    """Mesh of placed weights, with axes `data`, `model` and `sequence`; None if they are on one device."""
     sharding = getattr(params.norm, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
@@ -327,7 +338,7 @@ def mesh_of(params: Params) -> Mesh | None:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that arrays, or shapes with places, take on each device."""
+    """Bytes per device of arrays, or of shapes with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -356,14 +367,14 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = tuple(size + more for size, (_, more) in zip(array.shape, padding, strict=True))
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
-    if isinstance(array, np.ndarray):  # from a file: each device is sent its part alone
+    if isinstance(array, np.ndarray):  # from a file: each device receives only its part
         whole = np.pad(array, padding) if any(more for _, more in padding) else array
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
     return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
 
 
 def _matrix(name: str) -> str:
-    """The name of the parameter that an array is of."""
+    """Name of the parameter that an array belongs to."""
     matrix, _, field = name.rpartition(".")
     return matrix if field in _FIELDS else name
 

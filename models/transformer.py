@@ -1,11 +1,16 @@
-"""The transformer's forward pass, as plain functions over a parameter pytree.
+"""The transformer's forward pass, as functions of a parameter pytree.
 
-One block serves four uses, which differ only in what attention sees: `forward` (every position, no cache), `prefill` (a
-prompt in, a cache out), `read_block` (a part of a text in, cache updated) and `decode_step` (one token in, cache updated). The cache is reached through the functions of a policy's
-layers alone, so nothing here knows any method.
+The same block serves four uses, which differ in what attention sees:
 
-Layers are unrolled: each has weights and a cache of its own shape, and a scan would copy both (measured on an H200 at the
-Llama-3.1-8B shape: 4.94 ms per token unrolled, 17.95 scanned).
+- `forward`: all positions, without a cache
+- `prefill`: a prompt; returns caches
+- `read_block`: a block of a text; updates caches
+- `decode_step`: one token; updates caches
+
+Caches are used only through the policy's layers, so nothing here depends on a method.
+
+Layers are unrolled, as each has its own cache shape and a scan would copy weights and caches. At the shape of
+Llama-3.1-8B on an H200, a token takes 4.94 ms unrolled and 17.95 ms scanned.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
+from kvjax._util.any_rank import any_rank
+from kvjax.cache import LayerSpec, PromptKV, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
+from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
     BlockWeights,
     Matrix,
@@ -30,40 +36,39 @@ from kvjax.pallas_kernels import (
     prefill_attention,
     projection,
 )
-from kvjax.policies import capabilities
-from kvjax.policies.base import Carry
-from kvjax.policies.base import Layer as CacheLayer
-from kvjax.policies.capabilities import look_ahead
-from kvjax.policies.surroundings import Surroundings
+from kvjax.policies.attention_context import AttentionContext
+from kvjax.policies.base import CacheLayer, Carry
+from kvjax.policies.checks import calling, expect_same_state, expect_shape
 
-from .config import ModelConfig
-from .params import MLP, Layer, Params
-from .rope import Rope
+from .params import MLP, Block, Params
 
 HEAD_BLOCK = 256
-"""Positions that go through the vocabulary head at a time when a whole text is scored."""
+"""Positions that pass through the vocabulary head at a time when a text is scored."""
 
 SMALL_SUM = 16384
-"""Numbers that devices add up in float32, whatever the type of the model: 64 KiB take as long to send as 32."""
+"""Maximum elements of an all-reduce in float32, regardless of the model's type. 64 KiB take as long to send as 32."""
 
 Attend = Callable[[Array, Array, Array], Array]
-"""Attention of one layer: unrotated q [..., N, H] and k, v [..., K, H] in, values [..., N, H] out."""
+"""Attention of one layer: maps unrotated q [..., N, H] and k, v [..., K, H] to values [..., N, H]."""
+
+Fused = Callable[[Array, Array], tuple[Array, tuple[Array, Array, Array]]]
+"""From the residual stream and a layer's attention to the residual stream after it and the next layer's q, k and v."""
 
 AttendAt = Callable[[int, Array, Array, Array], Array]
-"""Attention of any layer, which comes first."""
+"""Attention of any layer; the first argument is the layer's index."""
 
 
 @any_rank
 def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Logits of every position, float32, attending to all tokens before it. Rows may be padded on the right."""
+    """Logits of all positions in float32. Each position attends to itself and all earlier ones; rows may be right-padded."""
     return _logits(params, hidden(params, tokens))
 
 
 @any_rank
 def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, from the second on.
+    """Log-probability of each token given those before it, from the second token on.
 
-    The same forward pass, but only `HEAD_BLOCK` positions at a time go through the vocabulary head: no [B, T, V] array.
+    Only `HEAD_BLOCK` positions pass through the vocabulary head at a time, so no [B, T, V] array is needed.
     """
     x = hidden(params, tokens, shard=shard)[:, :-1]
     batch, length, width = x.shape
@@ -84,10 +89,12 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE
 def hidden(
     params: Params, tokens: Int[Array, "B T"], attend: AttendAt | None = None, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "B T D"]:
-    """The residual stream after the last layer, each position attending to all before it.
+    """Residual stream after the last layer, with causal attention.
 
     Args:
-        attend: attention to take instead, for studies of what a model needs of it.
+        params: the model.
+        tokens: token ids.
+        attend: replaces attention, for studies of what a model needs of it.
         shard: how devices share the model.
     """
     config = params.config
@@ -110,15 +117,18 @@ def prefill(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read a right-padded prompt.
+    """Prefill right-padded prompts.
 
     Args:
-        lengths: tokens in each row.
-        total: tokens that each row will reach with its new ones.
-        caches: the policy's functions for each layer.
+        params: the model.
+        tokens: token ids.
+        lengths: number of tokens in each row.
+        total: final length of each row, including new tokens.
+        caches: the policy's layers.
 
     Returns:
-        Logits of each row's last token (only that position goes through the vocabulary head), and one state per layer.
+        Logits of each row's last token (only that position passes through the vocabulary head), and one state per
+            layer.
     """
     config, shard = params.config, caches[0].spec.shard
     x = _embed(params, tokens, shard)
@@ -132,10 +142,11 @@ def prefill(
         ) -> Array:
             nonlocal carry
             spec = cache.spec
-            prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
-            state, carry = cache.prefill(prompt, around(carry))
+            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total)
+            with calling(cache, "prefill"):
+                state, carry = cache.prefill(prompt, around(carry))
             out = _prompt_attention(spec, prompt)
-            # Compressed before the model goes on: XLA leaves it for the end otherwise, and keeps all layers' keys and values till then.
+            # Compress now: XLA otherwise delays it to the end, and keeps the keys and values of all layers until then.
             out, state = jax.lax.optimization_barrier((out, state))
             states.append(state)
             return out
@@ -153,22 +164,28 @@ def decode_step(
     pos: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token per row, at original position `pos`; logits of the next, and the states with it appended."""
+    """Process one token per row at original position `pos`. Returns the next token's logits, and the states with the token appended."""
     config, layers, shard = params.config, params.layers, caches[0].spec.shard
-    x = _embed(params, token, shard)
-    heads = _first_heads(config, layers[0], x)
+    x = before = _embed(params, token, shard)
+    heads: tuple[Array, Array, Array] | None = None
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*heads, pos, cache.spec.rope)
-        out, state, carry = cache.attend(cache.append(state, new), new, carry)
-        updated.append(state)
+        new = Token(*(heads or _heads_of(config, layer, x)), pos, cache.spec.rope)
+        if i > 0:
+            with calling(cache, "look_ahead"):
+                carry = cache.look_ahead(partial(_queries_ahead, params, i, before), pos, carry)
+        with calling(cache, "append"):
+            held = cache.append(state, new)
+        expect_same_state(cache, "append", state, held)
+        with calling(cache, "attend"):
+            out, after, carry = cache.attend(held, new, carry)
+        expect_shape(cache.policy, "attend", out, "B N H", new.q.shape)
+        expect_same_state(cache, "attend", held, after)
+        updated.append(after)
         before, out = x, out.reshape(*x.shape[:-1], -1)
-        if i + 1 == len(layers):
-            x = _rest(config, layer, x, out, shard)
-            break
-        x, heads = _next_heads(config, layer, layers[i + 1], x, out, shard)
-        carry = look_ahead(caches[i + 1], partial(_queries_ahead, params, i + 1, before), pos, carry)
+        fused = _fused(config, layer, layers[i + 1], shard) if i + 1 < len(layers) else None
+        x, heads = (_rest(config, layer, x, out, shard), None) if fused is None else fused(x, out)
     return _logits(params, x, shard), tuple(updated)
 
 
@@ -182,12 +199,16 @@ def read_block(
     total: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read a block of a text, right-padded, into the caches; what tokens attend to is in `capabilities.ReadsBlocks`.
+    """Prefill a right-padded block of a text. What its tokens attend to is defined by `CacheLayer.read_block`.
 
     Args:
+        params: the model.
+        states: one state per layer.
+        tokens: token ids.
         pos: original position of each row's first token.
-        count: tokens in each row; the caches of a row without one stay as they are, and its logits mean nothing.
-        total: tokens that each row will reach with its new ones.
+        count: number of tokens in each row. For a row with 0, the caches do not change and the logits are meaningless.
+        total: final length of each row, including new tokens.
+        caches: the policy's layers.
 
     Returns:
         Logits of each row's last token, and the states.
@@ -209,7 +230,9 @@ def read_block(
         ) -> Array:
             nonlocal carry
             block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
-            out, state, carry = capabilities.read_block(cache, state, block, around(carry))
+            with calling(cache, "read_block"):
+                out, state, carry = cache.read_block(state, block, around(carry))
+            expect_shape(cache.policy, "read_block", out, "B S N H", q.shape)
             out, state = jax.lax.optimization_barrier((out, state))  # see `prefill`
             updated.append(state)
             return out
@@ -219,8 +242,8 @@ def read_block(
     return _logits(params, last, shard), tuple(updated)
 
 
-def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"]:
-    """Attention of a whole prompt. Of devices with the same KV heads each computes the query heads that its columns multiply, if they are whole."""
+def _prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
+    """Attention over a whole prompt. Devices with the same KV heads split the query heads, if the split is even."""
     shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
     q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
     own, part = divmod(spec.num_heads, shard.same_heads)
@@ -234,7 +257,7 @@ def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     if shard.model == 1:
         return lookup(params.embed, tokens, params.dtype)
-    own = params.embed.shape[0]  # the vocabulary is dealt in order
+    own = params.embed.shape[0]  # the vocabulary is sharded in order
     row = tokens - shard.model_index() * own
     mine = (row >= 0) & (row < own)
     vectors = lookup(params.embed, jnp.where(mine, row, 0), params.dtype)
@@ -242,18 +265,18 @@ def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
 
 
 def _block(
-    config: ModelConfig, layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
+    config: ModelConfig, layer: Block, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "... D"]:
-    """One transformer block: attention and MLP, each normed before (and after, where the family does) and added to `x`."""
-    out = attend(*_first_heads(config, layer, x))
+    """One transformer block: attention and MLP, each with a norm before it (and after it, in some families) and a residual."""
+    out = attend(*_heads_of(config, layer, x))
     return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
 
 def _surrounded(
-    config: ModelConfig, layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
+    config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
 ) -> Carry:
-    """The carry for a layer that reads `x`, with what is around its attention if it asks for that."""
-    if not cache.traits.surroundings:
+    """The carry for a layer with input `x`. AttentionContext of attention are added if the layer asks for them."""
+    if not cache.needs_context:
         return carry
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
 
@@ -263,51 +286,52 @@ def _surrounded(
         )
         return wide.T.reshape(-1, config.head_dim, wide.shape[0])
 
-    return Surroundings(lambda: norm(x), output).told(carry)
+    return AttentionContext(lambda: norm(x), output).with_context(carry)
 
 
-def _first_heads(config: ModelConfig, layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
-    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer that reads `x`."""
+def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
+    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`."""
     p = layer.attn
     return _shaped(config, layer, projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, config.norm_eps)))
 
 
-def _next_heads(
-    config: ModelConfig,
-    layer: Layer,
-    following: Layer,
-    x: Float[Array, "B D"],
-    out: Float[Array, "B A"],
-    shard: Shard,
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The residual stream after `layer`, whose attention is `out`, and the heads of the `following` layer."""
+def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) -> Fused | None:
+    """One operation for the rest of `layer` and the heads of the `following` layer.
+
+    None where the model has biases or norms between the matrices, or where devices all-reduce between them.
+    """
     p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
     between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
-    if shard.model > 1 or any(a is not None for a in between):  # or devices add up what they have between two matrices
-        x = _rest(config, layer, x, out, shard)
-        return x, _first_heads(config, following, x)
+    if shard.model > 1 or any(a is not None for a in between):
+        return None
     norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
     weights = BlockWeights(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
-    moved = fused_decode_block(out, x, weights)
-    return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
+
+    def fused(x: Array, out: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        moved = fused_decode_block(out, x, weights)
+        return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
+
+    return fused
 
 
-def _shaped(config: ModelConfig, layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """A layer's q, k and v by heads, with biases and norms where the family has them."""
+def _shaped(config: ModelConfig, layer: Block, products: Sequence[Array]) -> tuple[Array, Array, Array]:
+    """Split q, k and v into heads, with biases and norms if the family has them."""
     p, (q, k, v) = layer.attn, products
     return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
 
 
 def _rest(
     config: ModelConfig,
-    layer: Layer,
+    layer: Block,
     x: Float[Array, "... D"],
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
 ) -> Array:
-    """The residual stream after a layer whose attention is `out`."""
+    """Residual stream after a layer whose attention output is `out`."""
     p, mlp = layer.attn, layer.mlp
-    if out.shape[-1] == config.num_heads // shard.heads * config.head_dim:  # and not this device's columns alone
+    if (
+        out.shape[-1] == config.num_heads // shard.heads * config.head_dim
+    ):  # `out` has all columns, not only this device's
         out = shard.own_columns(out)
     x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm, shard)
     h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
@@ -317,11 +341,9 @@ def _rest(
 def _joined(
     config: ModelConfig, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard
 ) -> Array:
-    """The residual stream `x` with what `w` makes of `h` added."""
+    """Add the projection of `h` by `w` to the residual stream `x`."""
     if shard.model > 1:
-        exact = (
-            x.size <= SMALL_SUM
-        )  # each device's part is rounded before they are added up, unless that is no more to send
+        exact = x.size <= SMALL_SUM  # larger sums are rounded to the model's type before the all-reduce
         (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
         y = shard.sum_over_model(y).astype(x.dtype)
     elif bias is None and norm is None:
@@ -349,7 +371,7 @@ def _biased(y: Array, bias: Array | None) -> Array:
 
 
 def _queries_ahead(params: Params, layer: int, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
-    """The queries that a layer would have for the attention input of the one before it, whose residual stream was `x`."""
+    """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
     config, p = params.config, params.layers[layer].attn
     (q,) = projection(x, p.q, norm=Norm(params.layers[layer - 1].attn_norm, config.norm_eps))
     return _heads(config, q, p.q_bias, p.q_norm)
@@ -364,4 +386,4 @@ def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Ar
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     head = params.embed if params.head is None else params.head
     (logits,) = projection(x, head, norm=Norm(params.norm, params.config.norm_eps), dtype=jnp.float32)
-    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # padded where devices do not divide it
+    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # drops the padding of a sharded vocabulary

@@ -1,9 +1,15 @@
-"""Operations that the cache policies and models are built on, each with a readable XLA reference: one folder per idea.
+"""Operations with hand-written GPU and TPU kernels, used by the cache layers, the policies and the models.
 
-A folder has `api.py`, its public functions with an `Op` each (`op.py`), which chooses who computes; `reference.py`, the same in plain
-XLA; `types.py`, if its operations have types of their own; and bodies by backend: `pallas_triton.py`, `pallas_mosaic_gpu.py`,
-`pallas_mosaic_tpu.py`. Where one module a backend would be too long, as the operations of a folder have long bodies, all its bodies are named
-for their operation too: `nearest_pallas_triton.py`. The folder's docstring says what replaces a Triton kernel.
+Every operation also has an XLA reference. There is one folder per group of operations:
+
+- `api.py` has the public functions. Each has an `Op` (see `op.py`), which picks a kernel or XLA.
+- `reference.py` has the XLA reference.
+- `types.py` has the operations' own types, if there are any.
+- `pallas_triton.py`, `pallas_mosaic_gpu.py` and `pallas_mosaic_tpu.py` have the kernels, by Pallas backend. In a folder
+  with several kernels per backend these are named `<operation>_<backend>.py`, such as `nearest_pallas_triton.py`.
+- `hopper/` has the kernels that only Hopper GPUs run.
+
+The docstring of each folder names the replacement for its Triton kernels, which JAX has deprecated.
 """
 
 from .block_scores import centroid_scores as centroid_scores
@@ -25,11 +31,11 @@ from .decode_attention import partial_packed_attention as partial_packed_attenti
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
-from .fused_decode_block import BlockWeights as BlockWeights
-from .fused_decode_block import fused_decode_block as fused_decode_block
 from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory
+from .hopper.fused_decode_block import BlockWeights as BlockWeights
+from .hopper.fused_decode_block import fused_decode_block as fused_decode_block
 from .kmeans import Distance as Distance
 from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans

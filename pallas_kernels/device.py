@@ -1,4 +1,4 @@
-"""The device that programs are traced for, and what it can run."""
+"""The device that programs are traced for. Kernels use it to decide whether they support a case."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ class Target(NamedTuple):
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        kind: as JAX names it, such as "NVIDIA H200" or "TPU v5 lite".
-        cores: its multiprocessors, None if that is not known.
+        kind: JAX's name of the device, such as "NVIDIA H200" or "TPU v5 lite".
+        cores: number of multiprocessors, None if unknown.
     """
 
     platform: str
@@ -20,10 +20,11 @@ class Target(NamedTuple):
 
 
 def target() -> Target:
-    """The device that a program traced now is for.
+    """Return the device that a program traced now will run on.
 
-    It is the one of the abstract mesh, if there is one (`jax.sharding.use_abstract_mesh`, for compiling ahead of time for a
-    device that this machine does not have), and else the one that JAX computes on by default.
+    This is the device of the abstract mesh if there is one, and JAX's default device otherwise.
+    `jax.sharding.use_abstract_mesh` sets an abstract mesh, for ahead-of-time compilation for a device that is not in
+    this machine.
     """
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
@@ -36,7 +37,9 @@ def target() -> Target:
 
 
 def hopper() -> bool:
-    """Whether programs traced now are for an NVIDIA GPU of compute capability 9.0, whose own instructions Mosaic GPU uses."""
+    """Return whether programs traced now are for a Hopper GPU (compute capability 9.0), as the Mosaic GPU kernels
+    require.
+    """
     return target().platform == "gpu" and any(
         name in target().kind for name in ("H100", "H200", "H800", "H20", "GH200")
     )

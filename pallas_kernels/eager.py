@@ -1,4 +1,4 @@
-"""One program for an operation that is called outside `jax.jit`."""
+"""Compile an operation as one program if it is called outside `jax.jit`. `Op.__call__` uses this."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -10,16 +10,22 @@ from jax.core import Tracer
 
 
 def in_one_program(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """`function(*args, **options)`. Outside `jax.jit` it is compiled as one program, and not one for each of its steps.
+    """Return `function(*args, **options)`, compiled as one program if called outside `jax.jit`.
 
-    Arrays are arguments of that program; all else is part of it, as is what the function reads of the module that it is in when it is
-    first called with these. Step by step it goes where something else is not hashable.
+    Without this, JAX would compile and dispatch every primitive by itself. Arrays are arguments of the program; all
+    other arguments are static, and so are the globals that the function reads when it is first traced. If a static
+    argument is not hashable, the function runs primitive by primitive.
+
+    Args:
+        function: a function of arrays and static values.
+        args: positional arguments.
+        options: keyword arguments.
     """
     leaves, tree = jax.tree.flatten((args, options))
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return function(*args, **options)
     arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else None for leaf in leaves]
-    # With their types, since True, 1 and 1.0 are equal and give programs that differ.
+    # The types are part of the key, since True, 1 and 1.0 are equal but give different programs.
     constants = tuple((type(x), x) if array is None else None for x, array in zip(leaves, arrays, strict=True))
     try:
         program = _program(function, tree, constants)
@@ -32,7 +38,7 @@ def in_one_program(function: Callable[..., Any], args: tuple[Any, ...], options:
 def _program(
     function: Callable[..., Any], tree: Any, constants: tuple[tuple[type, Hashable] | None, ...]
 ) -> Callable[..., Any]:
-    """The function of a list of arrays, compiled; the list has None where `constants` has a value."""
+    """Compile the function as a function of a list of arrays, which has None where `constants` has a value."""
 
     @jax.jit
     def program(arrays: list[Any]) -> Any:

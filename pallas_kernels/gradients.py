@@ -1,4 +1,4 @@
-"""What has no gradient says so to whoever asks for one."""
+"""Raise a clear error where a derivative is not implemented. `Op.__call__` and policies that fit caches use this."""
 
 from typing import Any, TypeVar
 
@@ -8,9 +8,14 @@ Tree = TypeVar("Tree")
 
 
 def without_gradient(tree: Tree, error: Exception) -> Tree:
-    """The same, but that whoever asks for derivatives of what follows from its arrays gets the error.
+    """Return the tree unchanged, but make every derivative of its arrays raise `error`.
 
-    An array that is there several times is one array still: kernels that change it in place would have it copied else.
+    An array that occurs several times in the tree remains one array. Otherwise kernels that update it in place would
+    have to copy it.
+
+    Args:
+        tree: any pytree; leaves that are not JAX arrays are returned as they are.
+        error: raised when JAX differentiates through the tree.
     """
 
     @jax.custom_jvp

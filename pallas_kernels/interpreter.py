@@ -1,4 +1,4 @@
-"""How a TPU kernel is interpreted."""
+"""How TPU kernels are interpreted."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def interpreter(interpret: bool) -> Any:
-    """What `pallas_call` of a TPU kernel takes as `interpret`: an interpreter that simulates memories and copies and finds races."""
+    """Return the `interpret` argument of `pallas_call` for a TPU kernel.
+
+    The interpreter simulates the memories and the asynchronous copies, and reports races.
+    """
     if not interpret:
         return False
     return pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")

@@ -1,4 +1,4 @@
-"""The one number every attention operation masks with."""
+"""The mask value of all attention operations."""
 
 MASKED = -1e30
-"""Logit of what must not be attended to. Finite, so that a row with nothing to attend to gives zeros rather than NaN."""
+"""Logit of a masked slot. It is finite, so that a row with nothing to attend to gives zeros instead of NaN."""

@@ -1,8 +1,10 @@
-"""Who computes an operation: plain XLA everywhere, or a kernel written for the device.
+"""Dispatch of operations: an XLA reference for every case, and kernels for some cases on some devices.
 
-Every operation has an XLA reference that serves all cases on all devices. A kernel serves some cases on one kind of device, and says
-of a case that it does not serve why not. `"auto"` takes the first kernel for the device that the program is for which serves, and XLA
-otherwise; so a kernel that is missing costs speed, never correctness.
+Every operation has an XLA reference, which supports all cases on all devices. A kernel supports some cases on one kind
+of device, and returns the reason if it does not support a case. `"auto"` picks the first kernel for the current device
+that supports the case, and XLA if there is none. A missing kernel therefore costs speed, never correctness.
+
+The `api.py` of every folder defines its `Op`s.
 """
 
 import dataclasses
@@ -20,35 +22,42 @@ from .gradients import without_gradient
 log = logging.getLogger(__name__)
 
 Implementation = Literal["auto", "xla", "gpu", "tpu"]
-"""Who is asked to compute. `"auto"` chooses; any other must serve or raise `Unsupported`."""
+"""Which implementation computes an operation. `"auto"` picks one; any other must support the case or raise
+`Unsupported`.
+"""
 
 WITHOUT = "KVJAX_WITHOUT_KERNELS"
-"""Environment variable: operations, parted by commas, that `"auto"` leaves to XLA, should a kernel fail on a device that it has not been
-tried on. Read when a program is traced.
+"""Environment variable with a comma-separated list of operations that `"auto"` computes with XLA.
+
+It is a workaround for kernels that fail on a device on which they were never tested. It is read when a program is
+traced.
 """
 
 
 class Unsupported(ValueError):
-    """An implementation was asked for by name that cannot compute this case, or not on this device."""
+    """The requested implementation does not support this case or this device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An operation of a package with one module for each way to compute it.
+    """An operation with one module per implementation.
 
-    `reference` and every kernel's module have a function by the operation's name, of the same arguments; a kernel's takes `interpret` besides.
-    A kernel's module has `unsupported_reason` too, of these arguments, which tells why the kernel does not serve them, or None; a module whose
-    operations differ in that has one for each, such as `page_scores_unsupported_reason`.
+    `reference` and every kernel's module define a function with the operation's name and the same arguments. A kernel's
+    function also takes `interpret`.
+
+    A kernel's module also defines `unsupported_reason`, which takes the same arguments and returns why the kernel does
+    not support them, or None. A module with several operations can define one such function per operation, such as
+    `page_scores_unsupported_reason`.
 
     Attributes:
-        name: of the operation.
-        home: name of the module that makes it, its folder's `api`; the others are beside it.
-        gpu, tpu: names of the modules with kernels for such devices, the one to be preferred first: `BACKEND`, such as `pallas_triton`, or
-            `OPERATION_BACKEND` in every folder whose operations do not share one module a backend (operations that do are named for
-            the first).
-        forward_only: whether somebody may ask for a gradient through it, which its Pallas kernels do not have: then they say so.
-        prefer_xla_reason: tells why XLA is to compute a case that a kernel serves, as where it is as fast; None where the kernel
-            computes it. `"auto"` heeds it.
+        name: name of the operation.
+        home: name of the `api` module that defines the operation; the other modules are beside it, or in
+            `hopper/` (`.hopper.nearest`).
+        gpu, tpu: names of the modules with kernels for these devices, in order of preference.
+        forward_only: True if callers may differentiate the operation, although its Pallas kernels have no gradient.
+            Derivatives then raise a clear error.
+        prefer_xla_reason: returns a reason to use XLA for a case that the kernel supports, for example because it is
+            not faster; None to use the kernel. Only `"auto"` uses it.
     """
 
     name: str
@@ -61,29 +70,37 @@ class Op:
     def __call__(
         self, *args: Any, implementation: Implementation = "auto", interpret: bool = False, **options: Any
     ) -> Any:
-        """The operation, computed by who is chosen.
+        """Compute the operation with the selected implementation.
+
+        Args:
+            args, options: the operation's arguments.
+            implementation: see `Implementation`.
+            interpret: run the Pallas kernel in interpret mode, which works on any device.
 
         Raises:
-            Unsupported: an implementation was named that does not serve.
+            Unsupported: the requested implementation does not support this case.
         """
         kernel = self.kernel(*args, implementation=implementation, interpret=interpret, **options)
         if kernel is None:
             return in_one_program(self._function("reference"), args, options)
         if self.forward_only:
-            by_xla = f"have XLA compute it, which has, by {WITHOUT}={self.name} in the environment"
-            args = without_gradient(args, Unsupported(f"{self.name}: its Pallas kernel has no gradient; {by_xla}"))
+            by_xla = f"set {WITHOUT}={self.name} in the environment to use XLA, which has one"
+            args = without_gradient(args, Unsupported(f"{self.name}: the Pallas kernel has no gradient; {by_xla}"))
         return in_one_program(kernel, args, options)
 
     def kernel(
         self, *args: Any, implementation: Implementation = "auto", interpret: bool = False, **options: Any
     ) -> Callable[..., Any] | None:
-        """The kernel that computes a case, None where XLA does.
+        """Return the kernel that computes a case, or None if XLA does.
 
         Args:
-            interpret: whether it will be interpreted, which works on any device.
+            args, options: the operation's arguments.
+            implementation: see `Implementation`.
+            interpret: whether the kernel will be interpreted, which works on any device.
 
         Raises:
-            Unsupported: an implementation was named that does not serve, or that is for another device than the program.
+            Unsupported: the requested implementation does not support this case, or is for another device than the
+                program.
         """
         if implementation == "xla":
             return None
@@ -104,38 +121,40 @@ class Op:
             found, reason = (
                 None,
                 (
-                    f"this program is for {here.kind}, not for a {implementation} (interpret=True runs it anywhere, slowly)"
+                    f"this program is for {here.kind}, not for a {implementation} (interpret=True runs it on any device, slowly)"
                 ),
             )
         if not found:
             raise Unsupported(
-                f"{self.name}: implementation={implementation!r} cannot compute this: {reason}; use 'auto' or 'xla'"
+                f"{self.name}: implementation={implementation!r} does not support this case: {reason}; use 'auto' or 'xla'"
             )
         return self._function(found, interpret)
 
     def _find(self, platform: str, args: Any, options: Any) -> tuple[str | None, str | None]:
-        """The first kernel for these devices that serves a case; if there is none, what each said."""
+        """Return the first kernel for a platform that supports a case; if there is none, None and the reason of each
+        kernel.
+        """
         names = {"gpu": self.gpu, "tpu": self.tpu}.get(platform, ())
         reasons = []
         for name in names:
             module = self._module(name)
-            told = getattr(module, f"{self.name}_unsupported_reason", None) or module.unsupported_reason
-            if not (reason := told(*args, **options)):
+            unsupported_reason = getattr(module, f"{self.name}_unsupported_reason", None) or module.unsupported_reason
+            if not (reason := unsupported_reason(*args, **options)):
                 return name, None
             reasons.append(reason if len(names) == 1 else f"{name}: {reason}")
         return None, "; ".join(reasons) or f"there is no {platform} kernel"
 
     def _function(self, module: str, interpret: bool = False) -> Callable[..., Any]:
-        """The operation as a module has it."""
+        """Return a module's function for this operation."""
         function = getattr(self._module(module), self.name)
         return _interpreted(function) if interpret else function
 
     def _module(self, name: str) -> Any:
-        """A module of the operation, imported where it is used."""
-        return importlib.import_module(f"{self.home.rpartition('.')[0]}.{name}")
+        """Import a module of the operation on first use."""
+        return importlib.import_module(f".{name}", self.home.rpartition(".")[0])
 
 
 @functools.cache
 def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's function, interpreted; the same object for the same kernel, so that its program is compiled once."""
+    """Return a kernel's function in interpret mode. The result is cached, so that its program is compiled once."""
     return functools.partial(function, interpret=True)

@@ -1,19 +1,22 @@
-"""When two scores are equal: up to the rounding of sums, which must not decide what is kept.
+"""Comparison of scores up to rounding, so that rounding errors do not decide which tokens are kept.
 
-Scores that are equal by construction, as those of a repeated token, come out a few units in the last place apart, and which is the
-higher differs with the size of the batch, with padding and between programs. So scores that differ by less than any such rounding
-count as equal, and their places decide. Rounding scores to a grid would not do: what lies at the edge of a step falls on either side.
+Scores that are mathematically equal, such as those of a repeated token, can differ by a few units in the last place.
+The order among them then depends on the batch size, on padding and on the program. Scores that differ by less than such
+a rounding error therefore count as equal, and the lower index wins.
+
+Rounding the scores to a grid would not help: values close to the edge of a grid step can round either way.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 NEAR = 128
-"""Units in the last place of a float32 that equal scores may be apart, which are up to `SHARE` of it."""
+"""Largest difference of float32 scores that count as equal, in units in the last place. It is at most `SHARE`."""
 
 SHARE = 2.0**-16
+"""Largest relative difference of scores that count as equal."""
 
 
 def exceeds(a: Float[Array, "*#S"], b: Float[Array, "*#S"]) -> Bool[Array, "*S"]:
-    """Whether scores, finite ones or -inf, are above others, and not merely by rounding."""
+    """Return whether scores in `a` are larger than those in `b` by more than rounding. Scores are finite or -inf."""
     return a - SHARE * jnp.abs(a) > b

@@ -1,6 +1,7 @@
-"""Pallas' Triton backend, deprecated since JAX 0.11, and what all kernels for it share.
+"""Pallas' Triton backend, and helpers that all Triton kernels share.
 
-Modules of kernels take `backend` from here: it may not exist, and says when it is imported that it is deprecated.
+JAX has deprecated the backend since version 0.11: it warns on import, and later versions may not have it. Kernels
+therefore import `backend` from here.
 """
 
 import importlib
@@ -24,24 +25,29 @@ def _import() -> Any:
 
 
 backend = _import()
-"""The backend's module, None if JAX has none."""
+"""The module of the backend, None if JAX does not have it."""
 
 
 def triton_unsupported(*, dim: int | None = None, group: int | None = None) -> str | None:
-    """Why the backend cannot be used, or not for heads of `dim` channels or `group` query heads for a KV head; None if it can."""
+    """Return why the backend does not support a case, or None if it does.
+
+    Args:
+        dim: channels per head; not checked if None.
+        group: query heads per KV head; not checked if None.
+    """
     if backend is None:
         return f"jax {jax.__version__} has no Triton backend for Pallas"
     if dim is not None and (dim & (dim - 1) or not 16 <= dim <= 256):
         return f"head dim {dim} is not a power of two from 16 to 256"
     if group is not None and group & (group - 1):
-        return f"{group} query heads for a KV head is not a power of two"
+        return f"{group} query heads per KV head is not a power of two"
     return None
 
 
 def triton_call(
     body: Callable[..., Any], *, warps: int, stages: int | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """`pallas_call` of a kernel for this backend, with so many warps and stages."""
+    """Return a `pallas_call` of a kernel for this backend, with the given number of warps and pipeline stages."""
 
     def call(*inputs: Any) -> Any:
         with warnings.catch_warnings():
@@ -53,7 +59,12 @@ def triton_call(
 
 
 def entry(x: Array | jax.ShapeDtypeStruct, each: int = 1) -> pl.BlockSpec:
-    """The entry of an array that programs see: by their place along the grid's first axis, where `each` neighbours share one."""
+    """Return the block spec that gives each program one entry of an array, by its index along the first grid axis.
+
+    Args:
+        x: the array.
+        each: number of neighbouring programs that share an entry.
+    """
 
     def at(program: Any, *_: Any) -> tuple[Any, ...]:
         return (program if each == 1 else program // each, *[0] * (len(x.shape) - 1))
@@ -61,10 +72,10 @@ def entry(x: Array | jax.ShapeDtypeStruct, each: int = 1) -> pl.BlockSpec:
     return pl.BlockSpec((None, *x.shape[1:]), at)
 
 
-def turned_heads(ref: Any, *tables: Any) -> Array:
-    """Heads [R, H], rotated in float32 if there are tables of cosines and sines [1, H/2].
+def rotated_heads(ref: Any, *tables: Any) -> Array:
+    """Load heads [R, H], and rotate them in float32 if cosines and sines [1, H/2] are given.
 
-    Each channel meets its partner by a second load, as halves cannot be put together.
+    The other half of each channel pair is loaded separately, since Triton cannot concatenate the two halves.
     """
     if not tables:
         return ref[...]

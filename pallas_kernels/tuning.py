@@ -1,4 +1,8 @@
-"""Block sizes that were measured to be fastest: one JSON file a device, an ordered list of rules an operation."""
+"""Measured block sizes of the kernels: one JSON file per device in `tuned/`, with an ordered list of rules per
+operation.
+
+`python -m benchmarks.kernels --tune NAME` measures them.
+"""
 
 import functools
 import importlib.resources
@@ -11,14 +15,16 @@ from .device import target
 
 
 def tuned(operation: str, case: Mapping[str, Any], default: Mapping[str, int]) -> dict[str, int]:
-    """Block sizes for a case on the device that programs are traced for.
+    """Return the block sizes of a case on the device that programs are traced for.
 
-    The first rule wins of which every condition holds: a condition is a value that the case must have, or `[low, high]`
-    that it must lie in, ends included.
+    The first rule whose conditions all hold applies. A condition is either a value that the case must have, or a range
+    `[low, high]`, ends included.
 
     Args:
-        case: what the rules may ask about, such as `{"head_dim": 128, "dtype": "bfloat16", "tokens": 8192}`.
-        default: what a heuristic would take; a rule replaces the sizes that it names.
+        operation: name of the operation.
+        case: properties of the case that rules can test, such as `{"head_dim": 128, "dtype": "bfloat16", "tokens":
+            8192}`.
+        default: heuristic block sizes. A rule replaces the sizes that it names.
     """
     for rule in _rules(_file_name(target().kind)).get(operation, []):
         if all(_holds(wanted, case[name]) for name, wanted in rule["when"].items()):
@@ -31,7 +37,7 @@ def _holds(wanted: Any, value: Any) -> bool:
 
 
 def _file_name(kind: str) -> str:
-    """Where a device's sizes stand: "NVIDIA H200" has nvidia-h200.json."""
+    """Return the file name of a device's rules: "NVIDIA H200" has nvidia-h200.json."""
     return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-") + ".json"
 
 

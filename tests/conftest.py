@@ -20,8 +20,8 @@ import tokenizers
 
 runtime_types.install()
 
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, init
-from kvjax.models.rope import RopeConfig
 
 pytest_plugins = ["long_share"]
 

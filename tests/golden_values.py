@@ -25,8 +25,8 @@ import numpy as np
 from policies import surrogates
 
 import kvjax
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, abstract
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import (
     MeanQueries,
     Policy,
@@ -43,7 +43,6 @@ from kvjax.policies import (
     recompress,
     thresholded,
 )
-from kvjax.policies.capabilities import as_cache
 from kvjax.policies.profile import fingerprint
 from kvjax.runtime.engine import Engine
 
@@ -152,7 +151,7 @@ def record(name: str, params: Params, prompts: list[list[int]]) -> dict[str, Any
 
     @jax.jit
     def held(caches: Any) -> Any:
-        slots = [as_cache(layer, cache) for layer, cache in zip(engine.layers, caches, strict=True)]
+        slots = [layer.view(cache) for layer, cache in zip(engine.layers, caches, strict=True)]
         return [(each.pos, each.weight > 0) for each in slots]
 
     state, logprob = engine.prefill(prompts)

@@ -142,9 +142,7 @@ def test_caches_larger_than_the_memory(letters, nothing_runs):
     ):
         with (
             warnings.catch_warnings(action="ignore"),
-            pytest.raises(
-                ValueError, match=r"a cache of .* by .* are more than the .* of memory here; give fewer tokens"
-            ),
+            pytest.raises(ValueError, match=r"a cache of .* by .* exceed the .* of memory here; give fewer tokens"),
         ):
             call()
     with pytest.raises(ValueError, match=f"are more tokens together than positions count; give {2**30} or fewer"):
@@ -262,7 +260,7 @@ def test_what_is_no_model(params):
 def test_shapes_are_no_weights(letters, compiled):
     shapes = abstract(letters.config)
     for call in (lambda: kvjax.generate(shapes, IDS), lambda: compiled.generate(shapes, IDS)):
-        with pytest.raises(ValueError, match=r"shapes of weights alone; give weights"):
+        with pytest.raises(ValueError, match=r"params are shapes without weights; give weights"):
             call()
     with pytest.raises(ValueError, match=r"params is 'x' \(str\)"):
         compiled.generate("x", IDS)

@@ -20,9 +20,9 @@ from kvjax.bench.case import Case, read_policy
 from kvjax.bench.runner import environments, run
 from kvjax.cache import layer_specs
 from kvjax.cli.bench import read_cases
-from kvjax.models import Params, init, presets
+from kvjax.config import presets
+from kvjax.models import Params, init
 from kvjax.policies import get_policy
-from kvjax.policies.capabilities import as_cache
 
 WORKER = """
 import json, os, sys, time
@@ -104,8 +104,8 @@ def test_filled_states_are_as_full_as_real_ones_and_what_a_step_reads_of_them(ti
     assert state.pos.tolist() == [50, 50]
     assert shapes_of(state) == shapes_of(states.shapes(tree, specs))
     for spec, cache in zip(specs, state.caches, strict=True):
-        assert as_cache(tree.layer(spec), cache).count.tolist() == [[20, 20]] * 2
-        assert as_cache(tree.layer(spec), cache).seen.tolist() == [50, 50]
+        assert tree.layer(spec).view(cache).count.tolist() == [[20, 20]] * 2
+        assert tree.layer(spec).view(cache).seen.tolist() == [50, 50]
     assert (
         floor.cache_bytes_read(tree, specs, state.caches)
         == 2 * 2 * 2 * 20 * pair
@@ -148,7 +148,7 @@ def test_the_largest_batch_fits_and_the_next_step_would_not(small: Case, tiny: P
 
 
 def test_a_case_that_needs_too_much_is_not_tried(small: Case, tiny: Params) -> None:
-    with pytest.raises(ValueError, match="of the device's memory, of which there are 1000"):
+    with pytest.raises(ValueError, match="of the device's memory, which has 1000"):
         measure.measure(dataclasses.replace(small, prefill=False, new_tokens=4), tiny, bandwidth=None, memory=1000)
 
 

@@ -15,8 +15,8 @@ from policies.driver import make_case
 
 from kvjax import cache
 from kvjax.cache import blocks
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import RopeConfig
 
 
 def token(case, at, position):
@@ -93,7 +93,7 @@ def test_select_insert_evict():
     @jax.jit
     def gathered(q, k, v, lengths, keep):
         prompt = cache.Prompt.of(spec.rope, q, k, v, lengths, lengths)
-        slots, index = cache.gather_kept(spec, 8, prompt, keep, rotated=False)
+        slots, index = cache.keep(spec, 8, prompt, keep, rotated=False)
         return slots, index, slots.count
 
     slots, index, count = gathered(q, k, v, case.lengths, keep)

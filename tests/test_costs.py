@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.cache import layer_specs
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, abstract, transformer
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import get_policy
 from kvjax.runtime import decoding
 

@@ -16,7 +16,6 @@ from kvjax.cache import Shard
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import TOVA, Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
-from kvjax.policies.capabilities import needs_compression
 from kvjax.runtime import decoding, program
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MESH_GRAPH_OPTIONS
 from kvjax.runtime.sampling import Greedy
@@ -73,7 +72,7 @@ def test_rows_are_due_as_often_as_they_have_waited(tiny, policy, times):
         layers = decoding.layers_of(policy, specs)
         _, caches = transformer.decode_step(tiny, caches, token, pos, layers)
         after = [layer.compress(x) for layer, x in zip(layers, caches, strict=True)]
-        return after, *(needs_compression(layers[0], x[0]) for x in (caches, after))
+        return after, *(layers[0].is_due(x[0]) for x in (caches, after))
 
     caches, counts = state.caches, np.zeros(2, int)
     for i in range(STEPS):
@@ -86,13 +85,13 @@ def test_rows_are_due_as_often_as_they_have_waited(tiny, policy, times):
 def test_who_never_compresses_and_who_always(tiny):
     spec = cache.layer_specs(tiny.config, 1, 8, 8, jnp.float32)[0]
     told = {
-        name: policy.bind(tiny.config).layer(spec).traits.compression
+        name: policy.bind(tiny.config).layer(spec).when
         for name, policy in [("full", Full()), ("stream", StreamingLLM(budget=8)), ("mixed", MIXED)]
     }
     assert told == {"full": "never", "stream": "every_step", "mixed": "every_step"}
     short = ClusterKV(budget=4, sinks=2, dense_layers=0, window=20).bind(tiny.config)  # no tail will ever be as long
-    assert short.layer(spec).traits.sparse
-    assert short.layer(spec).traits.compression == "never"
+    assert short.layer(spec).attention == "sparse"
+    assert short.layer(spec).when == "never"
 
 
 @pytest.mark.parametrize("policy", [Full(), CLUSTERKV, CHELSEA])

@@ -192,7 +192,7 @@ def test_a_prompt_grows_no_longer_than_there_is_room(tiny):
     state, _ = engine.extend(engine.begin(), PROMPTS)
     with pytest.raises(ValueError, match="with these blocks a prompt has 65 tokens, and this engine has room for 64"):
         engine.extend(state, [[1] * 25, [1]])
-    with pytest.raises(ValueError, match="reads prompts whole; make the engine with block="):
+    with pytest.raises(ValueError, match="prefills prompts whole; make the engine with block="):
         Engine(tiny, batch=2, prompt_len=40, max_new_tokens=8).extend(state, [[1], [1]])
 
 
@@ -243,19 +243,19 @@ def test_what_is_no_state_is_refused(tiny):
     for value, says in (
         (None, r"state is None \(NoneType\)"),
         ({}, r"state is \{\} \(dict\)"),
-        (engine.prefill(PROMPTS), "state is a tuple, of which the state is the first"),
+        (engine.prefill(PROMPTS), "state is a tuple whose first element is the state"),
     ):
         for call in (lambda value=value: engine.decode(value, 1), lambda value=value: engine.resume(value)):
             with pytest.raises(ValueError, match=says):
                 call()
     saved = engine.save(engine.begin())
-    with pytest.raises(ValueError, match="on the host, as `save` leaves it; give it to `resume` first"):
+    with pytest.raises(ValueError, match="on the host, as `save` returns it; pass it to `resume` first"):
         engine.decode(saved, 1)
     for changed, says in (
         ({"caches": None}, "the caches of this state are None"),
         (
             {"token": saved.token[:1]},
-            r"this state has token of int32\[1\], and those of this engine token of int32\[2\]",
+            r"this state has token of int32\[1\], but those of this engine have token of int32\[2\]",
         ),
         ({"steps": np.int32(9)}, "0 more tokens after the 9 that follow the prompt"),
         ({"token": np.asarray([1, 64], np.int32)}, "row 2 of 2: token id 64 is outside this model's vocabulary of 64"),
@@ -306,7 +306,7 @@ def test_a_saved_state_goes_on_where_it_was(tiny):
     assert [x.sharding.memory_kind for x in jax.tree.leaves(back.caches)] == memories
     np.testing.assert_array_equal(engine.decode(back, 4)[1], engine.decode(state, 4)[1])
     with pytest.raises(
-        ValueError, match=r"layer 0 of this state has .* of .*, and by full at this engine's sizes k of float32\["
+        ValueError, match=r"layer 0 of this state has .* of .*, but full at this engine's sizes has k of float32\["
     ):
         Engine(tiny, **sizes).resume(saved)
     with pytest.raises(ValueError, match="of a model of 1 layers"):

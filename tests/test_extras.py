@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvjax
-from kvjax import extras
+from kvjax._util import extras
 
 ROOT = Path(kvjax.__file__).parents[1]
 

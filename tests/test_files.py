@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import files, plots
+from kvjax import plots
+from kvjax._util import files
 from kvjax.evals import report
 from kvjax.evals.checkpoint import Checkpoint
 from kvjax.policies import HeadProfile
 
 KILLED = """
 import os, signal, sys
-from kvjax import files
+from kvjax._util import files
 
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -172,7 +173,7 @@ def test_what_has_come_meanwhile_stays(tmp_path: Path, comes: str) -> None:
                     (path / "letter").write_text("theirs")
             inodes.append(path.stat().st_ino)
 
-    with pytest.raises(FileExistsError, match="something now, which is left as it is"):
+    with pytest.raises(FileExistsError, match="something else is there now and was kept"):
         too_late()
     assert [path.stat().st_ino] == inodes
     assert path.read_text() == "theirs" if comes == "file" else names(path) == ["letter"] * (comes == "folder")
@@ -197,7 +198,7 @@ def test_both_are_kept_where_a_third_takes_the_place(tmp_path: Path) -> None:
     path.mkdir()
     (path / "weights").write_text("old")
     with (
-        pytest.raises(FileExistsError, match=r"left as it is; what was there before is in .*\.kvjax/old"),
+        pytest.raises(FileExistsError, match=r"was kept; what was there before is in .*\.kvjax/old"),
         files.directory(path, lambda old: path.write_text("theirs")),
     ):
         pass

@@ -12,9 +12,9 @@ from tokenizers import decoders, models
 
 import kvjax
 from kvjax import cache
+from kvjax.config import LongRope, RopeConfig
 from kvjax.conversion import Tokenizer
 from kvjax.models import transformer
-from kvjax.models.rope import LongRope, RopeConfig
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Sampling, make_sampler
 
@@ -133,7 +133,7 @@ def test_special_tokens_are_stop_strings(letters):
     model_end = params.replace(config=dataclasses.replace(params.config, eos=(end,)))
     assert kvjax.generate(model_end, "hello", stop=letter, **options).stop_reason == "eos"
     with pytest.raises(
-        ValueError, match=r"stop='<end>x' holds the special token '<end>' and more.*give '<end>' by itself"
+        ValueError, match=r"stop='<end>x' contains the special token '<end>' and other text.*give '<end>' by itself"
     ):
         kvjax.generate(params, "hello", stop=["x", "<end>x"], **options)
 
@@ -203,7 +203,7 @@ def test_cache_reaches_beyond_the_trained_window_only_with_a_word(tiny):
 
 def test_a_scaled_window_is_not_left(tiny):
     """YaRN by 4 makes four windows of one."""
-    from kvjax.models.rope import RopeConfig, Yarn
+    from kvjax.config import RopeConfig, Yarn
 
     rope = RopeConfig(1e4, 16, scaling=Yarn(4.0, 256))
     params = tiny.replace(config=dataclasses.replace(tiny.config, rope=rope))

@@ -1,30 +1,10 @@
-"""How the package is laid out: imports run one way, and what is private to a module stays there. `benchmarks.counts` counts."""
+"""How the package is laid out: imports run one way, and private names stay in their modules."""
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from benchmarks.counts import Import, Sources, circles, counts, within_circles
-
-CIRCULAR: frozenset[Import] = frozenset()
-"""Imports that close a circle and cannot be mended yet. This list only ever gets shorter."""
-
-# What programs compiled ahead of time share with `generate`; both become clients of one engine.
-PRIVATE: frozenset[tuple[str, str]] = frozenset()
-"""Private names that other modules use, and who does. This list only ever gets shorter."""
-
-REACHED = (
-    "imports of the command line below it",
-    "public methods of Policy",
-    "public methods of Layer",
-    "isinstance of a policy or state",
-    "tests whether a method is overridden",
-    "type errors ignored in policies",
-    "operation folders of kernels",
-)
-"""Goals of `benchmarks.counts` that are reached, and stay so; the first two counts have lists of their own above."""
+from imports import ROWS, Import, Sources, circles, package_of, upward, within_circles
 
 
 @pytest.fixture(scope="module")
@@ -32,34 +12,26 @@ def sources() -> Sources:
     return Sources()
 
 
-@pytest.fixture(scope="module")
-def counted(sources: Sources) -> dict[str, Any]:
-    """All counts of the package, by name."""
-    return {count.name: count for count in counts(sources)}
-
-
-def test_imports_run_one_way(sources: Sources) -> None:
-    left = sources.imports - CIRCULAR
-    assert not circles(left), "modules import each other; move what both need into a third:\n" + "\n".join(
-        f"  {x.importer} imports {x.imported}" for x in within_circles(left)
+def test_packages_import_only_from_rows_below(sources: Sources) -> None:
+    """Without exception; imports within functions count."""
+    found = upward(sources.imports)
+    assert not found, "these imports lead to no lower row of `imports.ROWS`:\n" + "\n".join(
+        f"  {x.importer} imports {x.imported}" for x in found
     )
-    needless = [x for x in CIRCULAR if not circles(left | {x})]
-    assert not needless, f"these no longer close a circle; take them out of CIRCULAR: {needless}"
+
+
+def test_modules_do_not_import_each_other(sources: Sources) -> None:
+    assert not circles(sources.imports), "modules import each other; move what both need into a third:\n" + "\n".join(
+        f"  {x.importer} imports {x.imported}" for x in within_circles(sources.imports)
+    )
 
 
 def test_private_names_stay_in_their_modules(sources: Sources) -> None:
-    uses = {(place.module, place.text): place for place in sources.private()}
-    new = [str(place) for use, place in uses.items() if use not in PRIVATE]
-    assert not new, (
-        "private names of other modules are used; make them public, or move the code to them:\n" + "\n".join(new)
+    found = sources.private()
+    assert not found, (
+        "private names of other modules are used; make them public, or move the code to them:\n"
+        + "\n".join(map(str, found))
     )
-    assert uses.keys() >= PRIVATE, f"these are no longer used; take them out of PRIVATE: {PRIVATE - uses.keys()}"
-
-
-@pytest.mark.parametrize("name", REACHED)
-def test_reached_goals_stay_reached(counted: dict[str, Any], name: str) -> None:
-    count = counted[name]
-    assert count.value <= count.limit, f"{name}: {count.value}, at most {count.limit}: {', '.join(count.offenders)}"
 
 
 def package(root: Path, **files: str) -> Sources:
@@ -110,46 +82,35 @@ def test_private_uses_are_found(tmp_path: Path) -> None:
     assert {place.module for place in found.private()} == {"kvjax.b"}
 
 
-def test_policies_are_counted(tmp_path: Path) -> None:
-    found = package(
-        tmp_path,
-        policies__base="""
-            class Policy:
-                def f(self): ...
-                @property
-                def name(self): ...
-                def _g(self): return type(self).f is Policy.f
-            class Layer:
-                def init(self): ...
-        """,
-        policies__mine="""
-            @flax.struct.dataclass
-            class State: ...
-            @dataclasses.dataclass(frozen=True)
-            class Profile: ...
-            @partial(jax.tree_util.register_dataclass, data_fields=())
-            class Other: ...
-            class Mine(Policy):
-                def f(self, x):  # pyright: ignore
-                    return isinstance(x, State), isinstance(x, Profile | int), isinstance(x, Other), isinstance(x, type(self))
-        """,
-        engine="def f(p, n): return isinstance(p, int | mine.Mine), getattr(type(p), n) is not 1, isinstance(n, int), n is Kind.A",
-        other="def f(c): return c.f is Mine.f",
-        evals__x="from kvjax.cli import y",
-        pallas_kernels__f__api="def f(): ...",
-        pallas_kernels__f__reference="def f(): ...",
-        cli__y="from kvjax.evals import x",
-    )
-    found = {count.name: count.value for count in counts(found)}
-    assert found == {
-        "circles of imports": 1,
-        "private names used across modules": 0,
-        "imports of the command line below it": 1,
-        "public methods of Policy": 1,
-        "public methods of Layer": 1,
-        "isinstance of a policy or state": 4,
-        "tests whether a method is overridden": 3,
-        "type errors ignored in policies": 1,
-        "operation folders of kernels": 1,
-        "source lines": 24,
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("config__model", "from kvjax._util import texts"),
+        ("_util__texts", "from kvjax.config.model import x"),
+        ("cache__spec", "from kvjax.models import Params"),
+        ("cache__spec", "def f():\n    from ..models import params"),
+        ("policies__base", "if TYPE_CHECKING:\n    import kvjax.models.params"),
+        ("evals__task", "from kvjax.cli import options"),
+        ("runtime__engine", "from kvjax import cli"),
+        ("models__package", "import kvjax"),
+    ],
+)
+def test_upward_imports_are_found(tmp_path: Path, module: str, text: str) -> None:
+    files = {
+        "package": "",
+        "_util__texts": "",
+        "config__model": "x = 1",
+        "models__params": "from kvjax.config.model import x",
+        "models__package": "from .params import Params as Params",
+        "cli__options": "from kvjax.models import params",
     }
+    assert not upward(package(tmp_path, **files).imports)
+    found = upward(package(tmp_path, **files | {module: text}).imports)
+    assert [x.importer for x in found] == ["kvjax." + module.replace("__package", "").replace("__", ".")]
+
+
+def test_every_package_is_in_a_row(sources: Sources) -> None:
+    """So that a new one gets its place in the order."""
+    assert {package_of(module) for module in sources.modules} == {name for row in ROWS for name in row}
+    with pytest.raises(KeyError, match=r"kvjax\.new\.a is in no package"):
+        package_of("kvjax.new.a")

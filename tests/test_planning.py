@@ -13,13 +13,12 @@ from kernels.ahead_of_time import chip
 import kvjax
 from kvjax.bench.case import Case
 from kvjax.bench.floor import weight_bytes
+from kvjax.config import PRESETS, Linear, Yarn
 from kvjax.conversion import CheckpointError, to_hf
 from kvjax.devices import PRESETS as DEVICES
 from kvjax.devices import device_of
 from kvjax.models import ModelConfig, abstract
 from kvjax.models.params import nbytes
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import Linear, Yarn
 from kvjax.models.sharding import bytes_per_device
 from kvjax.planning.plan import bound_for
 from kvjax.planning.sums import step_sums, sums_seconds
@@ -90,8 +89,8 @@ def test_a_large_model_on_four_devices() -> None:
         assert way.batch == data
         assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
         assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
-        assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are dealt
-        assert any("the same on all" in note for note in way.notes) == (model > 1)
+        assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are sharded
+        assert any("is replicated on all" in note for note in way.notes) == (model > 1)
         assert set(notes) < set(way.notes)
         assert way.fits == (way.peak_bytes <= 105_750_000_000)
         assert bool(way.largest_batch) == way.fits
@@ -99,12 +98,12 @@ def test_a_large_model_on_four_devices() -> None:
     assert len(times := [way.ms for way in ways if way.fits]) > 1
     assert times == sorted(times)
     held = {way.mesh: way.cache_bytes for way in ways if way.weights == "int8"}
-    # Slots of unequal heads are dealt, but for what each device knows of them.
+    # Slots of unequal heads are sharded, but for what each device knows of them.
     assert 0.25 < held["data=1,model=4"] / held["data=4,model=1"] < 0.27
 
 
 def test_slots_are_dealt_where_heads_cannot_be() -> None:
-    """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be dealt says so."""
+    """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be sharded says so."""
     config = shallow("qwen2.5-7b", 2)
     full = {way.mesh: way for way in kvjax.plan(config, device="h200", count=8, context=100_000, weights="float")}
     assert "data=1,model=4,sequence=2" in full
@@ -118,7 +117,7 @@ def test_slots_are_dealt_where_heads_cannot_be() -> None:
     (tova,) = kvjax.plan(
         config, device="h200", mesh="model=4,sequence=2", context=100_000, policy="tova", weights="float"
     )
-    assert any("100 % of the cache of a device is the same on all 2 that share slots" in note for note in tova.notes)
+    assert any("100 % of the cache of a device is replicated on all 2 that share slots" in note for note in tova.notes)
     assert tova.sums == few.sums
 
 
@@ -253,7 +252,7 @@ def test_the_compiler_is_asked_for_the_mesh(tiny, monkeypatch) -> None:
     assert asked == [None]
     assert (way.memory_by, way.weight_bytes, way.cache_bytes, way.workspace_bytes) == ("compiler", 1000, 100, 134)
     (way,) = kvjax.plan(tiny.config, **options, mesh="data=64")
-    assert any(note.startswith("not compiled: 64 CPU devices are asked for") for note in way.notes)
+    assert any(note.startswith("not compiled: 64 CPU devices are needed") for note in way.notes)
 
 
 @pytest.mark.slow

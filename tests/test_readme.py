@@ -30,7 +30,7 @@ README, METHODS, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS, SEVERAL_DEVICES =
     )
 )
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-SCORER, POLICY, _ = re.findall(r"```python\n(.*?)```", OWN_POLICY, flags=re.DOTALL)
+SCORER, EVICTION, POLICY, _ = re.findall(r"```python\n(.*?)```", OWN_POLICY, flags=re.DOTALL)
 PRINTED = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -77,6 +77,21 @@ def test_the_scorer_that_the_docs_write_keeps_what_knorm_keeps(tiny):
         assert [row.logprobs for row in own] == [row.logprobs for row in ours]
     finally:
         registry._POLICIES.pop("small_keys", None)
+
+
+def test_the_eviction_that_the_docs_write_is_h2o_in_rounds(tiny):
+    namespace = {"__name__": "my_policy"}
+    exec(EVICTION, namespace)
+    try:
+        prompts, options = [[5, 9, 2] * 20, [3, 1, 4]], {"max_new_tokens": 12, "ignore_eos": True}
+        own = kvjax.generate(tiny, prompts, policy="most_attended:16,every=1", **options)
+        ours = kvjax.generate(tiny, prompts, policy="h2o:16,recent=0", **options)
+        assert [row.tokens for row in own] == [row.tokens for row in ours]
+        policy = kvjax.get_policy("most_attended:16")
+        rounds = kvjax.generate(tiny, prompts, policy=policy, **options)
+        assert rounds[0].stats.cache_bytes == policy.nbytes(tiny.config, 2, 60, 12, jnp.float32)
+    finally:
+        registry._POLICIES.pop("most_attended", None)
 
 
 def test_policies_are_all_listed():

@@ -429,11 +429,11 @@ def test_what_say_refuses(talker):
         lambda text, **options: talk.ask([text], **options),
     ):
         with pytest.raises(
-            ValueError, match=r"stop='x', but a session's answers end at the model's end tokens alone; leave stop"
+            ValueError, match=r"stop='x', but a session's answers end only at the model's end tokens; omit stop"
         ):
             refused("hello", stop="x")
         with pytest.raises(
-            TypeError, match=r"stops is no option of a session's answers|unexpected keyword argument 'stops'"
+            TypeError, match=r"stops is not an option of a session's answers|unexpected keyword argument 'stops'"
         ):
             refused("hello", stops="x")
     assert (talk.tokens, talk.messages, talk.remaining) == before
@@ -492,9 +492,9 @@ def test_extending_in_full_is_the_whole_text(letters):
 
 
 def test_what_cannot_be_extended(letters):
-    with pytest.raises(ValueError, match="begin it with prefill_block"):
+    with pytest.raises(ValueError, match="begin the session with prefill_block"):
         kvjax.Session(letters, "a text").extend("more")
-    with pytest.raises(ValueError, match="max_prompt_tokens=90, but a prompt that grows is read in blocks"):
+    with pytest.raises(ValueError, match="max_prompt_tokens=90, but a prompt that grows needs chunked prefill"):
         kvjax.Session(letters, "a text", max_prompt_tokens=90)
     with pytest.raises(ValueError, match="the prompt has 6 tokens, more than max_prompt_tokens=5"):
         kvjax.Session(letters, "a text", prefill_block=4, max_prompt_tokens=5)

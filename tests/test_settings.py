@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
+from kvjax._util.settings import parse_value
 from kvjax.policies import Full
-from kvjax.settings import parse_value
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax import files, user_files
+from kvjax._util import files, user_files
 
 
 def test_home_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ READERS = {"read_text", "read_bytes", "open", "np.load", "safe_open", "ZipFile",
 """Functions that open a file, whosoever they are: `Path.open`, `np.load`, `zipfile.ZipFile`."""
 
 ALLOWED = {
-    "user_files.py": "the place for it",
-    "files.py": "writes",
-    "standard_streams.py": "standard input",
+    "_util/user_files.py": "the place for it",
+    "_util/files.py": "writes",
+    "_util/standard_streams.py": "standard input",
     "cli/processes.py": "/dev/null",
     "conversion/writing.py": "writes into its own folder",
     "conversion/default_model.py": "the package and the model that it has downloaded itself",
@@ -78,7 +78,7 @@ ALLOWED = {
     "conversion/mapped.py": "after `present`: maps the weights' files",
     "conversion/orbax_directory.py": "after `present`",
     "policies/kvzap.py": "after `surrogates.load` has checked it",
-    "torch_files.py": "after `surrogates.load` has checked it",
+    "_util/torch_files.py": "after `surrogates.load` has checked it",
     "evals/checkpoint.py": "from a stream of `user_files.opened`",
     "evals/longbench/__init__.py": "resources of the package",
     "policies/profile.py": "resources of the package",
@@ -112,5 +112,7 @@ def test_nothing_else_opens_files() -> None:
             if calls := opens(ast.parse(file.read_text())):
                 found[name] = calls
     strangers = {name: calls for name, calls in found.items() if name not in ALLOWED}
-    assert not strangers, f"open these by kvjax.user_files: {strangers}"
-    assert ALLOWED.keys() - found.keys() <= {"user_files.py"}, "these open nothing any more; take them out of ALLOWED"
+    assert not strangers, f"open these by kvjax._util.user_files: {strangers}"
+    assert ALLOWED.keys() - found.keys() <= {"_util/user_files.py"}, (
+        "these open nothing any more; take them out of ALLOWED"
+    )

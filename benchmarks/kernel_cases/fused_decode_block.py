@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block, is_quantized
-from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu, plan, reference
+from kvjax.pallas_kernels.hopper.fused_decode_block import pallas_mosaic_gpu, plan, reference
 
 from .case import Case, relative_error
 

@@ -1,14 +1,12 @@
 """The directive `drawing`, with the pictures of the concepts' pages and one of the house; its content is the words for those who do not see it."""
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from imports import ROWS, Sources, package_of
 from sphinx.application import Sphinx
-
-from benchmarks.counts import Sources
 
 from .svg import Drawing
 
@@ -199,57 +197,22 @@ def _above(
 
 
 def _packages() -> dict[str, set[str]]:
-    """Packages by what they import, by whatever way. Of `models`, what `cache` needs stands for itself: the rest imports `cache`."""
-    modules: dict[str, set[str]] = defaultdict(set)
+    """Packages by what they import, directly or through others."""
+    direct: dict[str, set[str]] = {name: set() for row in ROWS for name in row}
     for a, b in Sources().imports:
-        modules[a].add(b)
+        direct[package_of(a)].add(package_of(b))
 
-    def reached(module: str, seen: set[str]) -> set[str]:
-        for other in modules[module] - seen:
-            seen.add(other)
-            reached(other, seen)
-        return seen
+    def reached(name: str) -> set[str]:
+        return set().union(*({other} | reached(other) for other in direct[name] - {name}))
 
-    everything = {module: reached(module, set()) for module in tuple(modules)}
-    ground = {
-        module
-        for above, found in everything.items()
-        if _within(above, "kvjax.cache")
-        for module in found
-        if _within(module, "kvjax.models")
-    }
+    def short(names: Iterable[str]) -> list[str]:
+        return [name.removeprefix("kvjax.") for name in sorted(names) if name not in LEFT_OUT]
 
-    def group(module: str) -> str:
-        if module in ground:
-            return f"models: {', '.join(sorted(x.removeprefix('kvjax.models.') for x in ground))}"
-        return next((name for name in PACKAGES if _within(module, f"kvjax.{name}")), "")
-
-    packages: dict[str, set[str]] = defaultdict(set)
-    for module, found in everything.items():
-        if name := group(module):
-            packages[name] |= {group(other) for other in found} - {name, ""}
-    return {name: packages[name] for name in sorted(packages)}
+    return {name: set(short(reached(f"kvjax.{name}"))) for name in short(direct)}
 
 
-def _within(module: str, package: str) -> bool:
-    return module == package or module.startswith(f"{package}.")
-
-
-PACKAGES = (
-    "analysis",
-    "bench",
-    "cache",
-    "calibration",
-    "cli",
-    "conversion",
-    "evals",
-    "models",
-    "pallas_kernels",
-    "planning",
-    "plots",
-    "policies",
-    "runtime",
-)
+LEFT_OUT = {"kvjax", "kvjax.__main__", "kvjax._util", "kvjax._version", "kvjax.devices", "kvjax.notebooks"}
+"""The top-level modules, and the helpers that all packages use."""
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     drawing.__name__: drawing

@@ -15,8 +15,8 @@ from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
 from benchmarks import tables as speed_tables
-from kvjax.extras import import_matplotlib
-from kvjax.models.presets import PRESETS
+from kvjax._util.extras import import_matplotlib
+from kvjax.config import PRESETS
 from kvjax.policies import Full, Policy, get_policy, policies
 from reproduction import tables
 

@@ -16,6 +16,7 @@ from sphinx.util import logging
 PACKAGES = (
     "kvjax",
     "kvjax.cache",
+    "kvjax.config",
     "kvjax.conversion",
     "kvjax.evals",
     "kvjax.evals.ruler",

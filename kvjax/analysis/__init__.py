@@ -1,1 +1,1 @@
-"""What attention and caches look like inside, as arrays and as pictures, after the papers' own figures. One file a question."""
+"""Analyses of attention and caches, as arrays and figures, after the papers' own figures. One file per question."""

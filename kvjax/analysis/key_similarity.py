@@ -1,4 +1,4 @@
-"""How alike a head's keys are, and how that falls with distance (Chelsea, section 4, observations 1 to 3)."""
+"""Similarity of a head's keys, and its decay with distance (Chelsea, section 4, observations 1 to 3)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -6,32 +6,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.extras import import_matplotlib
+from kvjax._util.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def similarity(keys: Float[np.ndarray, "T H"]) -> Float[np.ndarray, "T T"]:
-    """Cosine similarity of every two keys of a head (Figure 2).
+    """Cosine similarity of all pairs of a head's keys (Figure 2).
 
     Args:
-        keys: rotated, one per token: `kvjax.analysis.recording.record(params, tokens)[layer].k[:, head]`.
+        keys: rotated keys: `kvjax.analysis.recording.record(params, tokens)[layer].k[:, head]`.
     """
     unit = _unit(keys)
     return unit @ unit.T
 
 
 def by_distance(keys: Float[np.ndarray, "T K H"], distance: int = 256) -> Float[np.ndarray, "K D"]:
-    """Mean cosine similarity of two keys that are 1, 2, … `distance` tokens apart, in each head (Figure 3).
+    """Mean cosine similarity of keys 1, 2, … `distance` tokens apart, in each head (Figure 3).
 
-    The paper averages sampled tokens within a region of 256; this averages all pairs.
+    The paper averages sampled tokens within a region of 256; this function averages all pairs.
 
     Args:
-        keys: one layer's: `kvjax.analysis.recording.record(params, tokens)[layer].k`.
+        keys: rotated keys of one layer: `kvjax.analysis.recording.record(params, tokens)[layer].k`.
+        distance: D, maximum distance in tokens.
 
     Raises:
-        ValueError: no two tokens are that far apart.
+        ValueError: the text has no tokens that far apart.
     """
     if not 0 < distance < len(keys):
         raise ValueError(f"distance={distance} in a text of {len(keys)} tokens; give 1 to {len(keys) - 1}")
@@ -41,7 +42,7 @@ def by_distance(keys: Float[np.ndarray, "T K H"], distance: int = 256) -> Float[
 
 
 def draw_maps(maps: Mapping[str, Float[np.ndarray, "T T"]]) -> "Figure":
-    """Heat maps of `similarity`, one per head, to one scale.
+    """Heat maps of `similarity`, one per head, with a common scale.
 
     Args:
         maps: matrices by title.
@@ -66,10 +67,10 @@ def draw_maps(maps: Mapping[str, Float[np.ndarray, "T T"]]) -> "Figure":
 
 
 def draw_by_distance(curves: Mapping[str, Float[np.ndarray, " D"]]) -> "Figure":
-    """One line per curve: mean similarity against distance.
+    """Line plot of mean similarity against distance.
 
     Args:
-        curves: by name, each at distances 1, 2, ….
+        curves: curves by name, each at distances 1, 2, ….
 
     Raises:
         ImportError: matplotlib is not installed.

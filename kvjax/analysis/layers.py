@@ -1,7 +1,7 @@
-"""How a policy's choice differs between layers (ChunkKV, sections 3.3 and B.1.3).
+"""How a policy's selection differs between layers (ChunkKV, sections 3.3 and B.1.3).
 
-That is measured on a prompt as it stands in the cache after prefill, by a mask of kept tokens, so it speaks of policies that
-keep tokens as they are; of a merged slot only its newest token counts as kept.
+The selection is a mask of the tokens that are in the cache after prefill. It therefore fits policies that keep tokens
+unchanged. Of a merged slot, only the latest token counts as kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.extras import import_matplotlib
+from kvjax._util.extras import import_matplotlib
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 
 def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int = 1) -> Bool[np.ndarray, "L K T"]:
-    """Which tokens of a prompt each KV head of each layer holds after prefill.
+    """Tokens of a prompt that each KV head of each layer keeps after prefill.
 
     Args:
-        new_tokens: how many tokens are to follow, which fractional budgets count.
+        params: the model.
+        tokens: token ids of the prompt.
+        policy: the policy.
+        new_tokens: number of tokens that will follow, which fractional budgets count.
 
     Raises:
         ValueError: the prompt is empty.
-        PolicyError: the policy cannot work with a sequence of this length.
+        PolicyError: the policy does not support a sequence of this length.
     """
     if not len(tokens):
         raise ValueError("the prompt is empty; give at least one token")
@@ -43,9 +46,9 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
 
 
 def jaccard(kept: Bool[np.ndarray, "L K T"]) -> Float[np.ndarray, "L L"]:
-    """Similarity of two layers' choices: tokens kept by both over tokens kept by either, averaged over KV heads (Figure 2).
+    """Jaccard similarity of layers: tokens kept by both over tokens kept by either, averaged over KV heads (Figure 2).
 
-    The paper takes the first head alone: pass `kept[:, :1]`.
+    The paper uses only the first head, which is `kept[:, :1]`.
     """
     marks = kept.astype(np.float64)
     both = np.einsum("akt,bkt->abk", marks, marks)
@@ -58,7 +61,7 @@ def neighbours(similarity: Float[np.ndarray, "L L"]) -> float:
     """Mean similarity of adjacent layers (Table 2).
 
     Raises:
-        ValueError: there is one layer only.
+        ValueError: there is only one layer.
     """
     if len(similarity) < 2:
         raise ValueError(f"{len(similarity)} layer has no neighbours; give the similarities of two or more")
@@ -66,7 +69,7 @@ def neighbours(similarity: Float[np.ndarray, "L L"]) -> float:
 
 
 def draw_similarity(similarity: Mapping[str, Float[np.ndarray, "L L"]]) -> "Figure":
-    """Heat maps of `jaccard`, one per policy, to one scale (Figures 2 and 7 to 15).
+    """Heat maps of `jaccard`, one per policy, with a common scale (Figures 2 and 7 to 15).
 
     Args:
         similarity: matrices by title.

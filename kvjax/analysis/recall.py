@@ -1,6 +1,6 @@
-"""Whether queries select the tokens that matter, and how often those are on the device already (ClusterKV, section V-B and V-C).
+"""Whether queries select the tokens that matter, and how often these are already on the device (ClusterKV, sections V-B and V-C).
 
-Queries are those of the plain model reading a text, so that all policies are asked the same.
+Queries are those of the uncompressed model on a text, so that all policies get the same queries.
 """
 
 from functools import partial
@@ -11,24 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Token
-from kvjax.models.rope import Rope
+from kvjax._util.any_rank import any_rank
+from kvjax.cache import LayerSpec, PromptKV, Token
+from kvjax.config import Rope
 from kvjax.policies import ClusterKV, InfiniGen, Quest, SparseLayer
 
 from .recording import Recorded
 
 SparsePolicy = ClusterKV | Quest | InfiniGen
-"""Policies with sparse attention that leave some first layers dense."""
+"""Sparse attention policies whose first layers are dense."""
 
 
 class Selected(NamedTuple):
-    """What one layer's queries select after a prompt: S steps, N query heads, T tokens of the whole text.
+    """Selection of one layer's queries after a prompt: S steps, N query heads, T tokens of the whole text.
 
     Attributes:
-        chosen: what is read of the tokens before the tail, ClusterKV's sinks among them: of `budget` tokens all, where there
-            are so many.
-        logits: attention logits, -inf for tokens that are read anyway (of the tail) or are yet to come.
+        chosen: tokens before the tail that are selected, including ClusterKV's sinks; `budget` tokens, or all if there
+            are fewer.
+        logits: attention logits; -inf for tokens of the tail, which are always attended, and for future tokens.
     """
 
     chosen: Bool[np.ndarray, "S N T"]
@@ -36,16 +36,16 @@ class Selected(NamedTuple):
 
 
 def replay(policy: SparsePolicy, layer: Recorded, prompt: int) -> Selected:
-    """Give a layer's recorded prompt to the policy, then the rest of the text token by token.
+    """Run a policy on a layer's recorded text: prefill the prompt, then append the other tokens one by one.
 
     Args:
-        policy: not bound to a model; only what it does beyond its dense layers matters. InfiniGen is given the layer's own queries,
-            where it would otherwise look ahead from the layer before, and takes its directions from the prompt's.
-        layer: what `kvjax.analysis.recording.record` found in this layer.
-        prompt: how many of the T tokens are the prompt.
+        policy: a policy that is not bound to a model. Its dense layers are skipped. InfiniGen gets the layer's own
+            queries instead of those predicted from the previous layer, and takes its directions from the prompt.
+        layer: recorded layer from `kvjax.analysis.recording.record`.
+        prompt: number of tokens of the prompt.
 
     Raises:
-        ValueError: nothing comes before or after the prompt's end, or the budget covers the whole text.
+        ValueError: the prompt or the rest of the text is empty, or the budget covers the whole text.
     """
     spec, heads = _spec(policy, layer, prompt), layer.q.shape[1]
     total = spec.max_tokens
@@ -58,14 +58,14 @@ def replay(policy: SparsePolicy, layer: Recorded, prompt: int) -> Selected:
 
 
 def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray, "K T"]:
-    """Which cluster each of the T tokens of a prompt is in, in each KV head; -1 for sinks.
+    """Cluster of each of the T tokens of a prompt, in each KV head; -1 for sinks.
 
-    Args and errors: as for `replay`.
+    Arguments and errors as for `replay`.
     """
     spec = _spec(policy, layer, prompt)
     lengths = jnp.full((1,), prompt, jnp.int32)
     q, k, v = (jnp.asarray(x)[None, :prompt] for x in (layer.q, layer.k, layer.v))
-    state, _ = jax.jit(policy.layer(spec).prefill)(Prompt.of(spec.rope, q, k, v, lengths, spec.totals(None)), {})
+    state, _ = jax.jit(policy.layer(spec).prefill)(PromptKV.of(spec.rope, q, k, v, lengths, spec.totals(None)), {})
     found = np.full((spec.num_kv_heads, prompt), -1)
     heads = (np.asarray(x[0]) for x in (state.order, state.starts, state.sizes))
     for labels, order, starts, sizes in zip(found, *heads, strict=True):
@@ -75,9 +75,9 @@ def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray,
 
 
 def recall_rate(chosen: Bool[np.ndarray, "*S T"], logits: Float[np.ndarray, "*S T"]) -> Float[np.ndarray, "*S"]:
-    """|I ∩ I*| / |I*|: the share of the most attended tokens I* that are among the chosen ones I, where |I*| = |I|.
+    """|I ∩ I*| / |I*|: fraction of the most attended tokens I* that are among the selected tokens I, where |I*| = |I|.
 
-    Of tokens with equal logits the first counts as more attended. Where nothing is chosen, the rate is 1.
+    Ties in the logits go to the earlier token. If nothing is selected, the rate is 1.
     """
     size = chosen.sum(axis=-1, keepdims=True)
     ranked = np.take_along_axis(chosen, np.argsort(-logits, axis=-1, kind="stable"), axis=-1)
@@ -86,10 +86,11 @@ def recall_rate(chosen: Bool[np.ndarray, "*S T"], logits: Float[np.ndarray, "*S 
 
 
 def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
-    """Share of the chosen tokens that one of the last `steps` queries of the same head chose too (section IV-D).
+    """Fraction of the selected tokens that one of the last `steps` queries of the same head also selected (section IV-D).
 
-    It is what a cache of the selections of R = `steps` steps saves of the transfer from host memory. Of a cluster that was cut
-    to fit the budget, the tokens that were left out count as not on the device. The first query, which finds nothing, is left out.
+    This is the fraction of transfers from host memory that caching the last R = `steps` selections saves. If a cluster
+    is cut to fit the budget, its other tokens count as not on the device. The first query, which cannot hit, is
+    excluded.
 
     Raises:
         ValueError: there are fewer than two queries, or `steps` is less than 1.
@@ -103,7 +104,7 @@ def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
 
 
 def _spec(policy: SparsePolicy, layer: Recorded, prompt: int) -> LayerSpec:
-    """A layer that is not dense, for a recorded text; errors as for `replay`."""
+    """Spec of a sparse layer for a recorded text. Errors as for `replay`."""
     total, heads, dim = layer.q.shape
     if not 0 < prompt < total:
         raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
@@ -117,14 +118,12 @@ def _spec(policy: SparsePolicy, layer: Recorded, prompt: int) -> LayerSpec:
         prompt_len=prompt,
         new_tokens=total - prompt,
         dtype=jnp.dtype(jnp.float32),
-        rope=Rope((0.0,)),  # recorded queries and keys are rotated already
+        rope=Rope((0.0,)),  # recorded queries and keys are already rotated
         scale=dim**-0.5,
         window=layer.window,
     )
-    if not policy.layer(spec).traits.sparse:
-        raise ValueError(
-            f"a budget of {policy.budget} covers the text of {total} tokens, so all is read; give a smaller one"
-        )
+    if policy.layer(spec).attention != "sparse":
+        raise ValueError(f"a budget of {policy.budget} covers the whole text of {total} tokens; give a smaller one")
     return spec
 
 
@@ -133,11 +132,11 @@ def _spec(policy: SparsePolicy, layer: Recorded, prompt: int) -> LayerSpec:
 def _replay(
     policy: SparsePolicy, spec: LayerSpec, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
 ) -> tuple[Bool[Array, "S R T"], Int[Array, " S"]]:
-    """What each head chooses at each step of the tokens before the tail, and where the tail begins by then."""
+    """Tokens before the tail that each head selects at each step, and where the tail begins."""
     layer, size = cast(SparseLayer[Any], policy.layer(spec)), spec.prompt_len
     lengths = jnp.full((1,), size, jnp.int32)
     start, _ = layer.prefill(
-        Prompt.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths, spec.totals(None)), {}
+        PromptKV.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths, spec.totals(None)), {}
     )
     position = jnp.arange(size, spec.max_tokens, dtype=jnp.int32)[:, None]
 

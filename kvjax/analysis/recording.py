@@ -1,4 +1,4 @@
-"""Queries, keys and values of every layer, as a model reads a text."""
+"""Records queries, keys and values of every layer while a model processes a text."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from kvjax.models import Params
 
 
 class Recorded(NamedTuple):
-    """What one layer's attention works with: T tokens, N query heads, K KV heads, H head dim, all float32.
+    """Inputs of one layer's attention: T tokens, N query heads, K KV heads, H head dim, all float32.
 
     Attributes:
         q, k: queries and keys, rotated to their positions.
         v: values.
-        window: the layer's sliding attention window in tokens, None where attention is full.
+        window: sliding attention window of the layer in tokens; None for full attention.
     """
 
     q: Float[np.ndarray, "T N H"]
@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
 
 
 def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
-    """Read a text with the plain model, and keep what every layer's attention works with.
+    """Process a text without cache compression, and record the inputs of every layer's attention.
 
     Raises:
         ValueError: the text is empty.

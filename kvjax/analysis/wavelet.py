@@ -1,7 +1,7 @@
-"""How what tokens contribute to the output varies with their position, by wavelets (TreeKV, sections 3.2 and 3.3).
+"""Wavelet analysis of how tokens' contributions to the output vary with position (TreeKV, sections 3.2 and 3.3).
 
-At the last token of a text the signal of a head is a(j) v(j), attention times value, over positions j. Its Haar components tell
-how much neighbouring tokens differ (level 1), neighbouring pairs (level 2), fours, and so on, and where.
+At the last token of a text, a head's signal is a(j) v(j), attention times value, over positions j. Its Haar components
+show how much neighbouring tokens differ (level 1), neighbouring pairs (level 2), fours, and so on, and where.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.extras import import_matplotlib
+from kvjax._util.extras import import_matplotlib
 
 from .recording import Recorded
 
@@ -24,8 +24,8 @@ def decompose(signal: Float[np.ndarray, "T ..."], levels: int) -> tuple[np.ndarr
     """Multi-level Haar decomposition along the first axis.
 
     Returns:
-        Approximation coefficients A of the last level, and detail coefficients D of the levels 1, 2, …, each half as long as
-        the one before.
+        Approximation coefficients A of the last level, and detail coefficients D of levels 1, 2, …, each half as long
+            as the previous one.
 
     Raises:
         ValueError: the length is not a multiple of 2^levels.
@@ -41,13 +41,13 @@ def decompose(signal: Float[np.ndarray, "T ..."], levels: int) -> tuple[np.ndarr
 
 
 def reconstruct(approximation: np.ndarray, detail: np.ndarray) -> np.ndarray:
-    """The signal of one level from its coefficients: R in the paper, the inverse of a decomposition by one level."""
+    """Reconstruct the signal of one level from its coefficients (R in the paper), the inverse of a one-level decomposition."""
     pairs = np.stack([_HALF * (approximation + detail), _HALF * (approximation - detail)], axis=1)
     return pairs.reshape(2 * len(detail), *detail.shape[1:])
 
 
 def components(signal: Float[np.ndarray, "T ..."], levels: int) -> Float[np.ndarray, "W T ..."]:
-    """The parts of a signal that its levels' detail coefficients alone make: Rec(D_1), Rec(D_2), …
+    """Parts of a signal that come from each level's detail coefficients alone: Rec(D_1), Rec(D_2), …
 
     Together with the means of blocks of 2^levels they add up to the signal.
 
@@ -64,7 +64,7 @@ def components(signal: Float[np.ndarray, "T ..."], levels: int) -> Float[np.ndar
 
 
 def contributions(layer: Recorded) -> Float[np.ndarray, "N T H"]:
-    """What each token adds to the last token's attention output in every query head: attention times value."""
+    """Contribution of each token to the last token's attention output in every query head: attention times value."""
     total, kv_heads, dim = layer.k.shape
     group = layer.q.shape[1] // kv_heads
     keys, values = (np.repeat(np.swapaxes(x, 0, 1), group, axis=0) for x in (layer.k, layer.v))
@@ -79,8 +79,9 @@ def magnitudes(layers: Sequence[Recorded], levels: int = 5) -> Float[np.ndarray,
     """Mean magnitude of each level's component at each position, over all layers, heads and channels (Figure 2).
 
     Args:
-        layers: a text as recorded; the signal is the one at its last token. (The paper takes the 512th generated token, and
+        layers: a recorded text, whose last token's signal is used. (The paper uses the 512th generated token, and
             averages over 2000 texts.)
+        levels: number of levels, W.
 
     Raises:
         ValueError: the text's length is not a multiple of 2^levels.
@@ -93,7 +94,11 @@ def magnitudes(layers: Sequence[Recorded], levels: int = 5) -> Float[np.ndarray,
 
 
 def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], margin: int = 32) -> "Figure":
-    """One line per level over positions, without the first and last `margin` tokens, whose attention is of another size (Figure 2).
+    """Line plot of each level over positions (Figure 2).
+
+    Args:
+        magnitude: as returned by `magnitudes`.
+        margin: number of tokens excluded at both ends, whose attention has another scale.
 
     Raises:
         ImportError: matplotlib is not installed.

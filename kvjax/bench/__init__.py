@@ -1,6 +1,6 @@
-"""How fast a policy reads prompts and decodes on the device at hand, beside what the memory allows: `kvjax bench`.
+"""Benchmarks prefill and decoding of policies on this device, compared with the bandwidth bound: `kvjax bench`.
 
-Models have the shape of real ones and random weights. Cases are measured one after the other in a process of their own
-(`worker`), so that one that fails, hangs or runs out of memory is a row that says so (`runner`, `results`); several devices may
-share them.
+Models have the shapes of real ones and random weights. Cases are measured one after another in a worker process
+(`worker`). A case that fails, hangs or runs out of memory becomes a row that reports it (`runner`, `results`). Several
+devices can share the cases.
 """

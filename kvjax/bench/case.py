@@ -1,4 +1,4 @@
-"""One measurement to make: a model shape, a policy, a length, a batch."""
+"""`Case`: one benchmark measurement, of a model shape, a policy, a context length and a batch size."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kvjax.cache import Shard
-from kvjax.models import ModelConfig, Params, abstract
-from kvjax.models.presets import PRESETS
+from kvjax.config import PRESETS, ModelConfig
+from kvjax.models import Params, abstract
 from kvjax.policies import Policy, get_policy, policy_class
 from kvjax.policies.families.trigonometry import MeanQueries
 from kvjax.policies.profile import fingerprint
@@ -23,29 +23,30 @@ LARGEST = "largest"
 RANDOM = "random"
 
 KINDS = "float", "int8", "int4"
-"""What matrices are held in."""
+"""Kinds of weight matrices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured; its fields open the row of the result.
+    """One measurement. Its fields are the first fields of the result row.
 
     Attributes:
-        policy: a policy's name, the text of one that is made of others, or what a peer's worker knows by that name.
-        settings: its hyperparameters. For policies that have kinds of heads, ``share_LABEL`` is the share of heads that are of
-            that kind, spread evenly, as random weights have no profile. ``profile="random"`` are random statistics of queries.
-        context: tokens of prompt in each row.
-        batch: rows, or "largest" for as many as fit.
+        policy: a policy's name, the text of a combined policy, or a name that another library's worker knows.
+        settings: the policy's hyperparameters. For policies with kinds of heads, ``share_LABEL`` is the fraction of
+            heads of that kind, spread evenly, as random weights have no profile. ``profile="random"`` uses random query
+            statistics.
+        context: prompt tokens per sequence.
+        batch: number of sequences, or "largest" for the maximum that fits.
         shape: name of a preset.
-        new_tokens: tokens that are decoded in each row.
-        prefill: whether the model reads the prompt. If not, the cache is filled without it (see `states`) and there is no
-            time to first token.
+        new_tokens: tokens decoded per sequence.
+        prefill: whether the model prefills the prompt. If not, the cache is filled without the model (see `states`),
+            and there is no time to first token.
         dtype: type of weights and cache.
-        layers: of the model only so many; None for all.
-        weights: what all matrices are held in, embedding and head among them: "float" (of `dtype`), "int8" or "int4".
-        program: which worker measures it.
-        mesh: the devices that it runs over, such as "model=2" (see `Engine`); "" for one. Then what a row says of bytes, and the floor, is
-            of each device.
+        layers: number of layers to use; None for all.
+        weights: kind of all matrices, including embedding and head: "float" (of `dtype`), "int8" or "int4".
+        program: the worker that measures the case.
+        mesh: mesh to run on, such as "model=2" (see `Engine`); "" for one device. Bytes and bandwidth bound of the row
+            are then per device.
     """
 
     policy: str
@@ -63,24 +64,24 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """The model's configuration."""
         config = PRESETS[self.shape]
         return config if self.layers is None else dataclasses.replace(config, num_layers=self.layers, windows=())
 
     @property
     def shapes(self) -> Params:
-        """The shapes of its weights.
+        """Shapes of the model's weights.
 
         Raises:
-            ValueError: matrices cannot be held so.
+            ValueError: matrices cannot be of the requested kind.
         """
         return abstract(self.config, self.dtype, weights=self.weights, embedding=self.weights)
 
     def engine(self, model: Params | ModelConfig, batch: int) -> Engine:
-        """What runs it in so many rows, with weights of its shape or for the shape alone.
+        """Engine for `batch` sequences, with weights of the case's shape or for the configuration only.
 
         Raises:
-            PolicyError: the policy does not take these settings.
+            PolicyError: the policy does not accept these settings.
         """
         return Engine(
             model,
@@ -97,25 +98,25 @@ class Case:
         """How the devices share the model.
 
         Raises:
-            PolicyError: the policy does not take these settings, or cannot run over a mesh.
-            ValueError: there are not so many devices, or the model cannot be dealt to them.
+            PolicyError: the policy does not accept these settings, or does not support a mesh.
+            ValueError: there are too few devices, or the model cannot be sharded over them.
         """
         return policy_shard(self.mesh or None, self.config, self.bound_policy())
 
     def bound_policy(self) -> Policy:
-        """The policy, for this model.
+        """The policy, bound to this model.
 
         Raises:
-            PolicyError: there is none such, or it does not take these settings.
+            PolicyError: the policy is unknown, or does not accept these settings.
         """
         return bound_policy(self.config, self.policy, self.settings)
 
 
 def bound_policy(config: ModelConfig, name: str, settings: Mapping[str, Any]) -> Policy:
-    """A policy for a model of this shape; shares of kinds of heads (see `Case`) are made labels, and random statistics numbers.
+    """Bind a policy to a model. Fractions of kinds of heads (see `Case`) become labels, and random statistics become numbers.
 
     Raises:
-        PolicyError: there is none such, or it does not take these settings.
+        PolicyError: the policy is unknown, or does not accept these settings.
     """
     if "(" in name:
         return get_policy(name).bind(config)
@@ -130,12 +131,12 @@ def bound_policy(config: ModelConfig, name: str, settings: Mapping[str, Any]) ->
 
 
 def read_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """A policy and its settings, as `kvjax.policies.text` has them, and shares of kinds of heads: ``catekv:2048,eta=0.7,share_adaptive=0.4``.
+    """Parse a policy with settings, as `kvjax.policies.text`, plus fractions of kinds of heads: ``catekv:2048,share_adaptive=0.4``.
 
-    What is made of other policies, such as ``recompress(snapkv:512)``, is its text, and has no settings besides.
+    A combined policy, such as ``recompress(snapkv:512)``, is returned as text without settings.
 
     Raises:
-        PolicyError: a setting is not written so, or does not take that value.
+        PolicyError: a setting is malformed or does not accept the value.
     """
     if "(" in text.partition(":")[0]:
         return str(parse_policy(text)), {}
@@ -149,7 +150,7 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _statistics(config: ModelConfig, method: str) -> MeanQueries:
-    """Of queries of size one, whose means are half as large."""
+    """Random query statistics: unit magnitudes, and means half as large."""
     shape = config.num_layers, config.num_heads, config.head_dim // 2
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, shape)
     found = np.stack([np.cos(angle) / 2, np.sin(angle) / 2, np.ones(shape)], axis=2)
@@ -157,7 +158,7 @@ def _statistics(config: ModelConfig, method: str) -> MeanQueries:
 
 
 def _labels(config: ModelConfig, kinds: Sequence[str], shares: dict[str, float]) -> tuple[tuple[str, ...], ...]:
-    """[layer][head]: one label's share of all KV heads, spread evenly, and the other label."""
+    """Labels [layer][head]: one label's fraction of all KV heads, spread evenly; the other heads get the other label."""
     label, share = next(iter(shares.items()))
     other = next(kind for kind in kinds if kind != label)
     counts = [int(i * share) for i in range(config.num_layers * config.num_kv_heads + 1)]

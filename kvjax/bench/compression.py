@@ -1,4 +1,4 @@
-"""What a policy makes of a prompt, timed apart from the model that reads it."""
+"""Times the compression of a prompt, without the model."""
 
 import time
 from functools import partial
@@ -9,21 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Prompt
-from kvjax.policies import Policy
+from kvjax._util.randomness import random_key
+from kvjax.cache import PromptKV
+from kvjax.policies import Policy, prefill_alone
 from kvjax.policies.base import Carry
-from kvjax.policies.capabilities import prefill
-from kvjax.randomness import random_key
 from kvjax.runtime.decoding import Specs
 
 REPEATS = 4
-"""Times that it is run; the first warms up."""
+"""Number of runs. The first is a warm-up."""
 
 
 def seconds(policy: Policy, specs: Specs, context: int) -> float:
-    """Seconds of every layer's `Policy.prefill` together, the median, for random queries, keys and values.
+    """Median time in seconds of `Policy.prefill` over all layers, for random queries, keys and values.
 
-    With a policy that compresses nothing that is the time it takes to write the cache.
+    For a policy that does not compress, this is the time to write the cache.
     """
     inputs = jax.block_until_ready(jax.jit(partial(_random, specs, context))(random_key(3)))
     run, taken = compiled(policy, specs), []
@@ -35,7 +34,7 @@ def seconds(policy: Policy, specs: Specs, context: int) -> float:
 
 
 def compiled(policy: Policy, specs: Specs) -> Any:
-    """The program that is timed."""
+    """The compiled program that `seconds` times."""
     inputs = jax.eval_shape(partial(_random, specs, 0), jax.eval_shape(lambda: random_key(0)))
     return jax.jit(partial(_every_layer, policy, specs)).lower(*inputs).compile()
 
@@ -59,11 +58,11 @@ def _every_layer(
     lengths: Int[Array, " B"],
     factors: Float[Array, " L"],
 ) -> list[Any]:
-    """Each layer's state. The layers' inputs differ by factors that the compiler does not know, or it would work out one for all."""
+    """State of each layer. Random factors make the layers' inputs differ; otherwise XLA would compute one layer for all."""
     states: list[Any] = []
     carry: Carry = {}
     for spec, factor in zip(specs, factors, strict=True):
-        prompt = Prompt.of(spec.rope, q * factor, k * factor, v * factor, lengths, lengths + spec.new_tokens)
-        state, carry = prefill(policy.layer(spec), prompt, carry)
+        prompt = PromptKV.of(spec.rope, q * factor, k * factor, v * factor, lengths, lengths + spec.new_tokens)
+        state, carry = prefill_alone(policy.layer(spec), prompt, carry)
         states.append(state)
     return states

@@ -1,16 +1,16 @@
-"""Figures of benchmark rows: time per token and memory by context, throughput by batch. Needs matplotlib."""
+"""Figures of benchmark rows: time per token and memory by context, throughput by batch size. Needs matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvjax._util.extras import import_matplotlib
 from kvjax.bench.case import LARGEST
-from kvjax.extras import import_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
-"""Colours that any colour vision tells apart (Okabe and Ito 2008); markers tell them apart once more."""
+"""Colours that are distinct for any colour vision (Okabe and Ito 2008). Markers distinguish them as well."""
 
 _MARKERS = "osD^vP*X"
 
@@ -18,9 +18,9 @@ Row = Mapping[str, Any]
 
 
 def by_context(rows: Sequence[Row]) -> "Figure":
-    """Time per output token (dotted: its floor) and peak memory by context: one column per batch, one line per policy.
+    """Time per output token (dotted: bandwidth bound) and peak memory by context: one column per batch size, one line per policy.
 
-    The largest batches are left out, each of which is another.
+    "largest" batches are excluded, as their sizes differ.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -37,17 +37,14 @@ def by_context(rows: Sequence[Row]) -> "Figure":
         _lines(below, group, "context", lambda row: row["peak_bytes"] / 1e9)
         above.set_title(f"batch {batch}", fontsize=10)
         below.set_xlabel("context in tokens")
-    panels[0][0].set_ylabel("time per output token in ms (dotted: floor)")
+    panels[0][0].set_ylabel("time per output token in ms (dotted: bandwidth bound)")
     panels[1][0].set_ylabel("peak memory in GB")
     panels[0][-1].legend(fontsize=8)
     return figure
 
 
 def by_batch(rows: Sequence[Row]) -> "Figure":
-    """Tokens per second by batch, one column per context, one line per policy.
-
-    Errors: as for `by_context`.
-    """
+    """Tokens per second by batch size: one column per context, one line per policy. Errors as for `by_context`."""
     rows = _measured(rows)
     contexts = sorted({row["context"] for row in rows})
     figure, panels = _panels(1, len(contexts))
@@ -61,7 +58,7 @@ def by_batch(rows: Sequence[Row]) -> "Figure":
 
 
 def title(row: Row) -> str:
-    """What a row's line is called: the policy and its settings."""
+    """Label of a row's line: the policy and its settings."""
     settings = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
     weights = row.get("weights", "float")
     notes = [
@@ -88,7 +85,7 @@ def _panels(height: int, width: int) -> tuple["Figure", Any]:
 def _lines(
     panel: Any, rows: Sequence[Row], x: str, y: Callable[[Row], Any], style: str = "-", labelled: bool = True
 ) -> None:
-    """A line for each policy, both axes logarithmic. Its colour is that of its place among the rows."""
+    """One line per policy, on logarithmic axes, with a colour by its order in the rows."""
     names = list(dict.fromkeys(map(title, rows)))
     for i, name in enumerate(names):
         points = sorted((row[x], y(row)) for row in rows if title(row) == name and y(row) is not None)

@@ -1,4 +1,4 @@
-"""Measure one case on the device at hand."""
+"""Measures one case on this device."""
 
 import time
 from typing import Any
@@ -16,30 +16,29 @@ from . import compression, floor, states
 from .case import LARGEST, Case
 
 STEPS = 64
-"""Tokens a call of the decode program: enough that the call itself does not count."""
+"""Tokens per call of the decode program, so that the cost of the call is negligible."""
 
 PREFILLS = 3
-"""Times a prompt is read; the first warms up."""
+"""Number of prefills. The first is a warm-up."""
 
 
 def measure(case: Case, params: Params, bandwidth: float | None, memory: int | None) -> dict[str, Any]:
-    """What a row says besides the case itself.
+    """Measure a case. Returns the fields of the result row after those of the case.
 
     Args:
+        case: the case.
         params: weights of the case's shape and type.
-        bandwidth: bytes per second, for the floor; None if it is not known.
-        memory: bytes that may be used; None if that is not known, which "largest" batches need.
+        bandwidth: memory bandwidth in bytes per second, for the bandwidth bound; None if unknown.
+        memory: available memory in bytes; None if unknown. "largest" batches need it.
 
     Raises:
         ValueError: the programs need more than `memory`, or nothing fits.
-        PolicyError: the policy does not take these settings.
+        PolicyError: the policy does not accept these settings.
     """
     if case.batch != LARGEST:
         return _run(case, params, case.batch, bandwidth, memory)
     if memory is None:
-        raise ValueError(
-            "the largest batch is searched within a memory, but this device does not tell its own; give one"
-        )
+        raise ValueError("batch 'largest' needs the size of the memory, which this device does not report; give one")
     batch = _largest(case, memory)
     while True:
         try:
@@ -52,10 +51,10 @@ def measure(case: Case, params: Params, bandwidth: float | None, memory: int | N
 
 
 def compile_only(case: Case) -> dict[str, Any]:
-    """The seconds that a case's programs take to compile.
+    """Compile a case's programs. Returns their compile time in seconds.
 
     Raises:
-        PolicyError: the policy does not take these settings.
+        PolicyError: the policy does not accept these settings.
     """
     if case.batch == LARGEST:
         return {"compile_s": 0.0}
@@ -79,7 +78,7 @@ def _run(case: Case, params: Params, batch: int, bandwidth: float | None, memory
     programs = needed(case, engine)
     compile_seconds, peak = engine.compile_seconds, max(programs.values())
     if memory is not None and peak > memory:
-        raise ValueError(f"needs {peak} bytes of the device's memory, of which there are {memory}")
+        raise ValueError(f"needs {peak} bytes of the device's memory, which has {memory}")
     if case.prefill:
         state, ttft = _prefilled(case, engine)
     else:
@@ -115,23 +114,23 @@ def _run(case: Case, params: Params, batch: int, bandwidth: float | None, memory
 
 
 def needed(case: Case, engine: Engine) -> dict[str, int]:
-    """Compile the case's programs, from shapes; the most bytes each holds."""
+    """Compile the case's programs from shapes. Returns the peak bytes of each."""
     prefill, decode = engine.executables(None if case.prefill else states.shapes(engine.policy, engine.specs))
     return ({} if prefill is None else {"prefill": program_bytes(prefill)}) | {"decode": program_bytes(decode)}
 
 
 def _largest(case: Case, memory: int) -> int:
-    """Rows that fit by the compiler's word for one and for four, which differ by what rows take: their cache at least."""
+    """Maximum batch size, extrapolated from XLA's memory analysis for batch sizes 1 and 4. A row takes at least its cache."""
     engines = [case.engine(case.shapes, rows) for rows in (1, 4)]
     one, four = (max(needed(case, engine).values()) for engine in engines)
     if one > memory:
-        raise ValueError(f"a single row needs {one} bytes of the device's memory, of which there are {memory}")
+        raise ValueError(f"a single row needs {one} bytes of the device's memory, which has {memory}")
     row = max((four - one) // 3, engines[0].cache_bytes)
     return 1 + (memory - one) // row
 
 
 def _prefilled(case: Case, engine: Engine) -> tuple[Decoding, list[float]]:
-    """The state after a random prompt, and the seconds until its first token was at the host, each time but the first."""
+    """State after a random prompt, and the seconds until its first token is on the host, without the warm-up."""
     shape = engine.batch, case.context
     prompts = np.random.default_rng(2).integers(0, engine.config.vocab_size, shape, np.int32)
     seconds, state = [], None
@@ -146,7 +145,7 @@ def _prefilled(case: Case, engine: Engine) -> tuple[Decoding, list[float]]:
 
 
 def _decoded(case: Case, engine: Engine, state: Decoding) -> tuple[Decoding, list[tuple[int, float]]]:
-    """The state after all new tokens, and steps and seconds of each call of the decode program; the first warms up."""
+    """State after all new tokens, and steps and seconds of each call of the decode program. The first is a warm-up."""
     calls = []
     for at in range(0, case.new_tokens, STEPS):
         steps = min(STEPS, case.new_tokens - at)
@@ -158,6 +157,6 @@ def _decoded(case: Case, engine: Engine, state: Decoding) -> tuple[Decoding, lis
 
 
 def _forget() -> None:
-    """Let go of compiled programs: each holds device memory, too."""
+    """Drop compiled programs, as each holds device memory."""
     for program in (decoding.prefill, decoding.decode):
         program.forget()

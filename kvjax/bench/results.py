@@ -1,4 +1,4 @@
-"""The result file of a benchmark: what it has is not measured again, and rows are written as they come."""
+"""The result file of a benchmark. Existing rows are not measured again, and new rows are written as they come."""
 
 import dataclasses
 import datetime
@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from kvjax import strict_json, user_files
-from kvjax.json_lines import Listed, complaint
+from kvjax._util import strict_json, user_files
+from kvjax._util.json_lines import Listed, complaint
 
 from .case import Case
 
@@ -18,19 +18,19 @@ Row = dict[str, Any]
 
 
 class Results:
-    """JSON with a header, and rows in the order of the cases, each with the date of its own; threads may share it.
+    """A JSON file with a header and dated rows, in the order of the cases. Thread-safe.
 
     Args:
         path: the file.
-        cases: what is to be measured. Rows that the file has of others come first.
-        facts: what the header of a new file says besides what a worker says of itself.
+        cases: cases to measure. Rows of other cases come first in the file.
+        facts: header fields of a new file, in addition to those of the worker.
         said: called with each new row, one at a time.
 
     Attributes:
         rows: all rows so far.
 
     Raises:
-        ValueError: there is a file that is none of kvjax's results, or a row of it is not what it should be, or there twice.
+        ValueError: the file is not a result file of kvjax, or a row is invalid or occurs twice.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Results:
         self._header, self.rows = _read(path)
 
     def missing(self) -> list[Case]:
-        """The cases that there is no row of."""
+        """Cases without a row."""
         measured = {self._place(row) for row in self.rows}
         return [case for case in self._cases if self._place(_fields(case)) not in measured]
 
     def begin(self, header: Row) -> None:
-        """Take a worker's rows.
+        """Check that a worker's rows fit the file, before its first row.
 
         Args:
-            header: what it says of itself.
+            header: the worker's header.
 
         Raises:
-            ValueError: the file, or another worker, is of another device or of other versions or settings.
+            ValueError: the file, or another worker, has another device or other versions or settings.
         """
         with self._lock:
             if self._header is None:
@@ -64,7 +64,7 @@ class Results:
                     raise ValueError(f"{self._path} has other {name} ({known}; now {now}); give another path")
 
     def add(self, case: Case, found: Row) -> None:
-        """Write what was found of a case."""
+        """Write the result of a case."""
         from kvjax.evals import report
 
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -82,12 +82,12 @@ class Results:
 
 
 def _fields(case: Case) -> Row:
-    """A case as the file has it: with lists for tuples."""
+    """Fields of a case as in the file, with lists for tuples."""
     return strict_json.loads(strict_json.dumps(dataclasses.asdict(case)))
 
 
 class _Row(BaseModel):
-    """What tables and figures take of a row, besides its case."""
+    """Fields of a row, besides its case, that tables and figures use."""
 
     failed: str | None = None
     tpot_ms: float | None = None
@@ -122,7 +122,7 @@ def _read(path: Path) -> tuple[Row | None, list[Row]]:
             TypeAdapter(Case).validate_json(place, strict=True)
             _Row.model_validate(row, strict=True)
         except ValidationError as error:
-            raise ValueError(f"{path}, row {number}: {complaint(error)}; mend it, or give another path") from None
+            raise ValueError(f"{path}, row {number}: {complaint(error)}; correct it, or give another path") from None
         if place in places:
             raise ValueError(f"{path}, row {number}: the case of row {places[place]} again; remove one of them")
         places[place] = number

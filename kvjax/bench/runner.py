@@ -1,4 +1,4 @@
-"""Run cases within a time, on one device or several, in workers that may fail."""
+"""Runs cases within a time limit, on one device or several, in worker processes that may fail."""
 
 import contextlib
 import dataclasses
@@ -22,18 +22,18 @@ from .results import Results, Row
 
 
 class Worker:
-    """A process that speaks as `worker.serve` does.
+    """A worker process, which runs `worker.serve`.
 
     Args:
-        command: what to start.
-        seconds: time it has to start up.
-        env: its environment, this process's by default.
+        command: command that starts the process.
+        seconds: time limit for the start.
+        env: environment of the process; by default that of this process.
 
     Attributes:
-        header: what it said of itself.
+        header: what the worker reports about itself.
 
     Raises:
-        RuntimeError: it does not start.
+        RuntimeError: the worker does not start.
     """
 
     def __init__(self, command: Sequence[str], seconds: int | float, env: Mapping[str, str] | None = None) -> None:
@@ -50,11 +50,11 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be given another case."""
+        """Whether the worker can measure another case."""
         return self._process.poll() is None
 
     def measure(self, case: Case, seconds: int | float) -> Row:
-        """What it finds, or under "failed" why there is nothing: it said so, it died, or it took longer than `seconds`."""
+        """Measure a case. If it fails, crashes or exceeds `seconds`, the row has only the reason, under "failed"."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
@@ -65,11 +65,11 @@ class Worker:
         return found
 
     def kill(self) -> None:
-        """End it from another thread: the one that waits for an answer is told that it died."""
+        """Kill the process from another thread. A thread that waits for its answer gets a failure."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it, and with it all that it holds on the device."""
+        """Kill the process, which frees its device memory."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
@@ -107,26 +107,27 @@ def run(
     facts: Mapping[str, Any] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[Row]:
-    """Measure the cases that `out` does not have yet, and write a row for each as it comes.
+    """Measure the cases that `out` does not contain yet, and write each row as it comes.
 
     Args:
-        cases: rows are in their order, after those that `out` has of other cases.
-        workers: the command for each `Case.program`.
-        out: the result file: JSON with a header and rows. One that is there must be of this device and these versions.
-        devices: so many CUDA devices share the cases of the first program, each with a worker that sees no other. Other
-            programs, which the host's load may slow down, follow on the first device, one case at a time.
-        budget_seconds: stop after so long; cases that this interrupts, and those after them, are left for another run.
-        case_seconds: a case that takes longer is a row that says so.
+        cases: cases in the order of their rows. Rows of other cases in `out` come first.
+        workers: command of the worker for each `Case.program`.
+        out: result file: JSON with a header and rows. An existing file has to be of this device and these versions.
+        devices: number of CUDA devices that share the cases of the first program, with one worker each. Other programs,
+            which load on the host may slow down, follow on the first device, one case at a time.
+        budget_seconds: time limit of the run. Interrupted and later cases are left for another run.
+        case_seconds: time limit of a case. A case that exceeds it becomes a failed row.
         said: called with each new row.
-        facts: what else the header of a new file says.
-        env: for a `Case.program`, variables that its worker has on top of this process's.
+        facts: additional header fields of a new file.
+        env: additional environment variables of the worker for each `Case.program`.
 
     Returns:
         All rows of the file.
 
     Raises:
-        ValueError: the file is of another device, or of other versions, or a device is unlike the others, or there are fewer.
-        RuntimeError: the first program's worker does not start. (Of others that do not, each case is a row that says so.)
+        ValueError: the file has another device or other versions, devices differ, or there are too few.
+        RuntimeError: the first program's worker does not start. If another program's worker does not start, its cases
+            become failed rows.
     """
     places = environments(devices)
     several = {"devices": devices} if devices > 1 else {}
@@ -145,10 +146,10 @@ def run(
 
 
 def environments(devices: int) -> list[dict[str, str]]:
-    """For each of so many CUDA devices, the variables with which a process sees it alone; for a single one, none.
+    """Environment variables that make each of `devices` CUDA devices the only one that a process sees; none for one device.
 
     Raises:
-        ValueError: fewer than one, or more than this process sees itself.
+        ValueError: `devices` is less than 1, or more than this process sees.
     """
     if devices < 1:
         raise ValueError(f"{devices} devices; give 1 or more")
@@ -162,7 +163,7 @@ def environments(devices: int) -> list[dict[str, str]]:
 
 
 class _Clock:
-    """The time that there is for a run, and for each of its cases."""
+    """Time limits of a run and of its cases."""
 
     def __init__(self, budget_seconds: int | float | None, case_seconds: int | float) -> None:
         self._end = float("inf") if budget_seconds is None else time.monotonic() + budget_seconds
@@ -181,11 +182,13 @@ class _Clock:
 
 
 class _Lane:
-    """Measures one case after the other, in a worker that is started for the first and anew when it has died.
+    """Measures cases one after another, in a worker that is started on first use and restarted after a crash.
 
     Args:
         start: starts a worker.
-        first: whether it is of the run's first program, which the header is of and which has to start.
+        first: whether it belongs to the run's first program, which provides the header and has to start.
+        results: the result file.
+        clock: the time limits.
     """
 
     def __init__(self, start: Callable[[], Worker], first: bool, results: Results, clock: _Clock) -> None:
@@ -193,7 +196,7 @@ class _Lane:
         self._worker: Worker | None = None
 
     def work(self, waiting: deque[Case]) -> str | None:
-        """Take what waits until there is nothing, the time is over, or no worker starts: then why."""
+        """Measure waiting cases until none is left, time is over, or no worker starts. In the last case, return the reason."""
         try:
             while waiting and not self._clock.over:
                 try:
@@ -207,7 +210,7 @@ class _Lane:
                     break
                 found = worker.measure(case, self._clock.for_next)
                 if "failed" in found and self._clock.over:
-                    break  # the end of the run interrupted it
+                    break  # interrupted by the end of the run
                 self._results.add(case, found)
         finally:
             if self._worker is not None:
@@ -215,7 +218,7 @@ class _Lane:
         return None
 
     def kill(self) -> None:
-        """From another thread: end what is being measured."""
+        """Kill the current measurement, from another thread."""
         if self._worker is not None:
             self._worker.kill()
 
@@ -231,17 +234,17 @@ class _Lane:
 
 
 def _taken(waiting: deque[Case]) -> Case | None:
-    with contextlib.suppress(IndexError):  # another lane took the last
+    with contextlib.suppress(IndexError):  # another lane took the last case
         return waiting.popleft()
 
 
 def _side_by_side(lanes: Sequence[_Lane], waiting: deque[Case], results: Results, clock: _Clock) -> None:
-    """Have lanes share what waits. What waits after all of them is left for another run, or no worker started to measure it."""
+    """Let lanes share the waiting cases. Cases that remain without a worker become failed rows."""
     with ThreadPoolExecutor(len(lanes)) as pool:
         working = [pool.submit(lane.work, waiting) for lane in lanes]
         try:
             refusals = [refusal for done in as_completed(working) if (refusal := done.result())]
-        except BaseException:  # an interruption as well
+        except BaseException:  # including an interrupt
             clock.stop()
             for lane in lanes:
                 lane.kill()

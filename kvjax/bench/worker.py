@@ -1,8 +1,9 @@
-"""The process that measures: cases come in as JSON, one per line, and what was seen goes out.
+"""The worker process of benchmarks: reads cases as JSON, one per line, and writes a result line for each.
 
 python -m kvjax.bench.worker '{"bandwidth": 4.8e12}'
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -12,9 +13,9 @@ from typing import Any
 
 
 def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer cases until the input ends: first with `header()`, then with `measure(case)` or how it failed, one line each.
+    """Write `header()`, then for each input line `measure(case)` or how it failed, one JSON line each, until the input ends.
 
-    Whatever else the process prints goes to standard error.
+    Other output of the process goes to standard error.
     """
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -27,30 +28,35 @@ def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any
     for line in sys.stdin:
         try:
             found = measure(json.loads(line))
-        except Exception as error:  # whatever it is, the next case is to run
+        except Exception as error:  # the next case has to run, whatever happened
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        gc.collect()  # what the error's frames held on the device
+        gc.collect()  # frees device memory that the error's frames hold
         say(found)
 
 
 def main() -> None:
-    """Measure kvjax, or with `compile_only` have its programs in the compilation cache."""
+    """Measure kvjax, or with `compile_only` compile its programs into the compilation cache."""
     options = json.loads(sys.argv[1])
-    from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
+    from kvjax.runtime.disk_cache import VARIABLE, keep_unless_refused
 
     os.environ[VARIABLE] = str(int(options["compilation_cache"]))
     keep_unless_refused()
     import jax
 
+    from kvjax._util.randomness import random_key
+    from kvjax._util.user_code import POLICIES
     from kvjax.evals.report import header
     from kvjax.models import Params
     from kvjax.models.sharding import init_on
-    from kvjax.randomness import random_key
+    from kvjax.policies.registry import load_policies
 
     from .case import Case
     from .floor import bandwidth
     from .measure import compile_only, measure
 
+    if source := os.environ.get(POLICIES):
+        with contextlib.redirect_stdout(sys.stderr):
+            load_policies(source)
     device = jax.devices()[0]
     rate = options["bandwidth"] or bandwidth(device.device_kind)
     memory = options["memory"] or (device.memory_stats() or {}).get("bytes_limit")

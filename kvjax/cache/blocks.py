@@ -10,16 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .state import LayerCache, compact_indices
-from .tokens import Prompt, TokenBlock
+from .state import LayerCache, compact_indices, move_forward
+from .tokens import PromptKV, TokenBlock
 
 S = TypeVar("S")
 
-MOVED = 2**25
-"""A cache of up to so many numbers moves within itself in two parts, a larger one in eight: fewer parts are fewer kernels, but need more room."""
 
-
-def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
+def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> PromptKV:
     """A prompt of what is kept, in order and up against the block that follows.
 
     Args:
@@ -45,7 +42,7 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
         own = jnp.repeat(ranks[:, pos.shape[-1] :], group, axis=2)
         q_rotated = block.rope.rotate_by_table(block.q, own, ranks.shape[1])
     new = jnp.where(block.mask, block.positions, -1)[:, None]
-    return Prompt(
+    return PromptKV(
         q=block.q,
         k=keys,
         v=joined(kept.v, block.v),
@@ -58,7 +55,7 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
     )
 
 
-def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> Prompt:
+def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> PromptKV:
     """A prompt of what is kept alone, in order and up against the end, with rotated keys.
 
     Args:
@@ -75,7 +72,7 @@ def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Arra
         return jnp.swapaxes(jnp.where(pos[..., None] >= 0, x, jnp.zeros((), x.dtype)), 1, 2)
 
     k, lengths = ordered(kept.k), jnp.full_like(kept.seen, pos.shape[-1])
-    return Prompt(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
+    return PromptKV(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
 
 
 def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> LayerCache:
@@ -88,20 +85,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
     slot = jnp.take_along_axis(order, index, axis=-1)
-    part = max(capacity // (2 if kept.k.size <= MOVED else 8), 16)  # capacities are multiples of 32
-
-    def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
-        def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:
-            source, there = (jax.lax.dynamic_slice_in_dim(y, i * part, part, axis=2) for y in (slot, live))
-            x_part = jnp.take_along_axis(x, source[..., None], axis=2)
-            x_part = jnp.where(there[..., None], x_part, jnp.zeros((), x.dtype))
-            return jax.lax.dynamic_update_slice_in_dim(x, x_part, i * part, axis=2)
-
-        k, v = stores
-        return moved(k), moved(v)
-
-    # Within the cache, a part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
-    k, v = jax.lax.fori_loop(0, capacity // part, move, (kept.k, kept.v))
+    k, v = move_forward((kept.k, kept.v), slot, live)
     return LayerCache(
         k=k[:, :, :capacity],
         v=v[:, :, :capacity],
@@ -113,7 +97,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
 
 
 def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
-    """What else is known of slots, by the places of `kept_and_block`; zero for the block's."""
+    """What else is known of slots, by the places of `as_prompt_with_block`; zero for the block's."""
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
     free = kept.pos.shape[-1] - kept.count
     live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
@@ -131,7 +115,7 @@ def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
     return jnp.argsort(jnp.where(kept.live, kept.pos, -1), axis=-1, stable=True).astype(jnp.int32)
 
 
-def in_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
+def where_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
     """A state that is `new` in some rows, and in the others as it was."""
 
     def chosen(new: Array, old: Array) -> Array:

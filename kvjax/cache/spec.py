@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Rope
+from kvjax.config import NO_ROPE, ModelConfig, Rope
 
 from .shard import ONE_DEVICE, Shard
 
@@ -16,15 +15,18 @@ from .shard import ONE_DEVICE, Shard
 class LayerSpec:
     """All that is static about one layer's cache: hashable, known before anything runs.
 
+    `layer_specs` makes those of a model. A layer without a model needs five numbers:
+    `LayerSpec(num_heads=8, num_kv_heads=2, head_dim=64, prompt_len=512, new_tokens=64)`.
+
     Attributes:
-        layer, num_layers: which layer of how many.
-        batch: B, rows.
         num_heads, num_kv_heads, head_dim: N, K, H.
         prompt_len: T, length to which prompts are padded; 0 when decoding starts from an empty cache.
-        new_tokens: how many tokens can be decoded at most; rounded up, as prompts are.
+        new_tokens: maximum number of tokens to decode, padded as prompts are.
+        batch: B, rows.
+        layer, num_layers: which layer of how many.
         dtype: type of the cached keys and values.
-        rope: the rotation that positions stand for.
-        scale: factor on attention logits.
+        rope: the rotation that positions stand for. By default none, for keys and queries that are rotated already.
+        scale: factor on attention logits. By default (0) 1 / sqrt(head_dim).
         window: sliding attention window in tokens, None where attention is full.
         block: tokens of a block, where prompts are read in blocks; 0 for whole prompts.
         kv_heads: which of the layer's KV heads these are, None for all.
@@ -33,22 +35,27 @@ class LayerSpec:
         shard: how devices share the layer; of one that runs over a mesh, `batch`, `num_heads` and `num_kv_heads` are one device's.
     """
 
-    layer: int
-    num_layers: int
-    batch: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     prompt_len: int
     new_tokens: int
-    dtype: Any
-    rope: Rope
-    scale: float
+    batch: int = 1
+    layer: int = 0
+    num_layers: int = 1
+    dtype: Any = "float32"
+    rope: Rope = NO_ROPE
+    scale: float = 0.0
     window: int | None = None
     block: int = 0
     kv_heads: tuple[int, ...] | None = None
     words: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     shard: Shard = ONE_DEVICE
+
+    def __post_init__(self) -> None:
+        """Fill in the default scale, and make a `jnp.dtype` of the type."""
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "scale", self.scale or self.head_dim**-0.5)
 
     @property
     def max_tokens(self) -> int:

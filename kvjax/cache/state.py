@@ -9,10 +9,10 @@ import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .spec import LayerSpec
-from .tokens import Prompt, prompt_mask
+from .tokens import PromptKV, prompt_mask
 
 
 @flax.struct.dataclass
@@ -25,7 +25,7 @@ class LayerCache:
         weight: 0 free, 1 a token, n a cluster of n tokens.
         next: the slot that the next token goes to.
         seen: tokens that have passed through this cache, kept or not.
-        dealt: among how many devices keys and values are dealt by slots, each of which has a part of C; see `kvjax.cache.dealt`.
+        sharded: among how many devices keys and values are sharded by slots, each of which has a part of C; see `kvjax.cache.sharded`.
     """
 
     k: Float[Array, "B K _ H"]
@@ -34,7 +34,7 @@ class LayerCache:
     weight: Float[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
@@ -80,8 +80,18 @@ def extended(held: LayerCache, slots: int) -> LayerCache:
     return dataclasses.replace(held, k=k, v=v, pos=padded(held.pos, -1), weight=weight)
 
 
-def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
-    """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache."""
+def from_prompt(spec: LayerSpec, capacity: int, prompt: PromptKV) -> LayerCache:
+    """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache.
+
+    Raises:
+        ValueError: the prompt has other rows or KV heads than `spec`, or more tokens than `capacity`.
+    """
+    _check_prompt(spec, prompt)
+    if prompt.size > capacity:
+        raise ValueError(
+            f"a prompt padded to {prompt.size} tokens does not fit {capacity} slots; override prefill, and choose what to keep by "
+            "keep, or raise max_kept"
+        )
     live = prompt_mask(prompt.lengths, capacity)[:, None]
     live = jnp.broadcast_to(live, (spec.batch, spec.num_kv_heads, capacity))
 
@@ -101,8 +111,8 @@ def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
     )
 
 
-def gather_kept(
-    spec: LayerSpec, capacity: int, prompt: Prompt, keep: Bool[Array, "B K T"], *, rotated: bool = True
+def keep(
+    spec: LayerSpec, capacity: int, prompt: PromptKV, keep: Bool[Array, "B K T"], *, rotated: bool = True
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
     """The kept tokens of a prompt, in order, in the first slots of a new cache.
 
@@ -114,8 +124,19 @@ def gather_kept(
         The cache, and the prompt index that each slot was filled from (0 where free), for gathering what else a policy knows
         of its tokens.
     """
+    _check_prompt(spec, prompt)
+    if keep.shape[-1] != prompt.size:
+        raise ValueError(f"keep has shape {keep.shape} for a prompt of {prompt.size} places; give [B, K, T]")
     k = prompt.k_rotated if rotated else prompt.k
     return _gathered(capacity, spec.dtype, k, prompt.v, keep & prompt.live, prompt.places, prompt.seen)
+
+
+def _check_prompt(spec: LayerSpec, prompt: PromptKV) -> None:
+    rows, _, heads, _ = prompt.v.shape
+    if (rows, heads) != (spec.batch, spec.num_kv_heads):
+        raise ValueError(
+            f"the prompt has {rows} rows and {heads} KV heads, but the LayerSpec says batch={spec.batch} and num_kv_heads={spec.num_kv_heads}"
+        )
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -128,7 +149,7 @@ def _gathered(
     pos: Int[Array, "B K T"] | None,
     seen: Int[Array, " B"],
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
-    """`gather_kept`, traced once for all layers of one shape."""
+    """`keep`, traced once for all layers of one shape."""
     index, live = compact_indices(keep, capacity)
     gather = einops.rearrange(index, "b k c -> b c k 1")
 
@@ -156,6 +177,37 @@ def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     k, v = f(*((each.cache.k, each.cache.v) for each in (state, *others)))
     mapped = dataclasses.replace(state.cache, k=k, v=v)
     return mapped if state.cache is state else dataclasses.replace(state, cache=mapped)
+
+
+MOVED = 2**25
+"""A cache of up to so many numbers moves within itself in two parts, a larger one in eight: fewer parts are fewer kernels, but need more room."""
+
+
+def move_forward(
+    stores: tuple[Array, Array], slot: Int[Array, "B K S"], live: Bool[Array, "B K S"]
+) -> tuple[Array, Array]:
+    """Keys and values of some slots, moved to the first S places in place; zeros where nothing lives.
+
+    Args:
+        stores: keys and values [B, K, C, H].
+        slot: where what is to stand in each place is now, which is that place or a later one.
+        live: which places are filled.
+    """
+    size = slot.shape[-1]
+    part = max(size // (2 if stores[0].size <= MOVED else 8), 16)  # sizes are multiples of 32
+
+    def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
+        def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:
+            source, there = (jax.lax.dynamic_slice_in_dim(y, i * part, part, axis=2) for y in (slot, live))
+            x_part = jnp.take_along_axis(x, source[..., None], axis=2)
+            x_part = jnp.where(there[..., None], x_part, jnp.zeros((), x.dtype))
+            return jax.lax.dynamic_update_slice_in_dim(x, x_part, i * part, axis=2)
+
+        k, v = stores
+        return moved(k), moved(v)
+
+    # A part at a time: nothing moves to a later slot, so no part is overwritten before it is read.
+    return jax.lax.fori_loop(0, size // part, move, stores)
 
 
 def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kvjax.pallas_kernels import SlotUpdate, write_sharded_slots, write_slots
 
 from . import host_memory
-from .dealt import own_slot
-from .state import LayerCache
+from .sharded import local_slot
+from .state import LayerCache, compact_indices, move_forward
 from .tokens import Token, TokenBlock
 
 
@@ -39,13 +39,13 @@ def insert(
         stores, values = [], []
     else:
         stored, stores, values = [], [cache.k, cache.v], [key, token.v]
-    if cache.dealt > 1:  # these are in one device, all else in every one
-        stored, stores, values = write_slots(stores, own_slot(cache, cache.next), values), [], []
+    if cache.slot_shards > 1:  # these are in one device, all else in every one
+        stored, stores, values = write_slots(stores, local_slot(cache, cache.next), values), [], []
     arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
     values += [token.position[:, None], 1.0, *(value for _, value in extra)]
     written = write_slots(arrays, cache.next, values, [cache.next, cache.seen])
     *others, following, seen = written[len(stores) + 2 :]
-    kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, dealt=cache.dealt)
+    kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, slot_shards=cache.slot_shards)
     return kept, others
 
 
@@ -56,7 +56,7 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
-    if any(cache.dealt > 1 for cache in caches):
+    if any(cache.slot_shards > 1 for cache in caches):
         return [insert(cache, token.heads(np.asarray(own)))[0] for cache, own in zip(caches, heads, strict=True)]
     values = [token.key, token.v, token.position[:, None], 1.0]
     written = write_sharded_slots(
@@ -75,6 +75,35 @@ def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) 
     return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
 
 
+def keep_slots(
+    cache: LayerCache, keep: Bool[Array, "B K C"], extra: Sequence[Shaped[Array, "B K C"]] = ()
+) -> tuple[LayerCache, list[Array]]:
+    """Keep some slots, which move to the first places in their order; all others are free.
+
+    Args:
+        keep: which slots stay. Free slots are never kept, whatever `keep` says.
+        extra: what else a policy knows of its slots; it moves with them.
+
+    Returns:
+        The cache, and the other arrays, with zeros in free slots.
+    """
+    index, live = compact_indices(keep & cache.live, cache.pos.shape[-1])
+
+    def moved(x: Shaped[Array, "B K C"], free: Any = 0) -> Array:
+        return jnp.where(live, jnp.take_along_axis(x, index, axis=2), jnp.asarray(free, x.dtype))
+
+    k, v = move_forward((cache.k, cache.v), index, live)
+    kept = dataclasses.replace(
+        cache,
+        k=k,
+        v=v,
+        pos=moved(cache.pos, -1),
+        weight=moved(cache.weight),
+        next=jnp.sum(live, axis=-1, dtype=jnp.int32),
+    )
+    return kept, [moved(x) for x in extra]
+
+
 def seek_free(cache: LayerCache) -> LayerCache:
     """The cache, whose next tokens go to the first free slots, whichever these are; nowhere in heads that have none."""
     free = jnp.argmin(cache.live, axis=-1).astype(jnp.int32)
@@ -87,7 +116,7 @@ def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
     place = jnp.arange(block.size, dtype=jnp.int32)
     slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of range: dropped
-    own = slot if cache.dealt == 1 else own_slot(cache, slot)
+    own = slot if cache.slot_shards == 1 else local_slot(cache, slot)
 
     def written(array: Array, values: Any, slot: Array = slot) -> Array:
         return array.at[rows[:, None, None], heads[:, None], slot].set(values, mode="drop")

@@ -1,1 +1,1 @@
-"""Offline statistics of a model's heads, one file a method. What they find out is kept as a `kvjax.policies.profile.Profile`."""
+"""Calibrates policies offline: per-head statistics of a model, one file per method, saved as a `kvjax.policies.profile.Profile`."""

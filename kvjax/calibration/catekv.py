@@ -1,4 +1,4 @@
-"""Which heads are consistent: CateKV's coefficient-of-variation score, and the vote of a reference set (section 3.2)."""
+"""CateKV's consistent heads: coefficient-of-variation scores, and a vote over reference samples (section 3.2)."""
 
 import dataclasses
 import math
@@ -20,18 +20,19 @@ from .recording import record
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How heads are scored and chosen.
+    """How heads are scored and selected.
 
     Attributes:
-        ratio: r, share of adaptive heads.
-        quantile: k, of all entries of an observation matrix, that the threshold is taken from. Appendix B.1: 0.996 for Llama-3,
-            0.984 for Llama-3.1, 0.99 for others.
+        ratio: r, fraction of adaptive heads.
+        quantile: k, quantile of all entries of an observation matrix that sets the threshold. Appendix B.1: 0.996 for
+            Llama-3, 0.984 for Llama-3.1, 0.99 for others.
         alpha: factor on the threshold; 0.8 for Llama-3.1 and Yi, 1 for others.
-        window: L_obs, last queries of a sample.
-        sinks, recent: L_init and L_rec, tokens left out at both ends.
-        rule: "paper", equations 2 to 4; or "code" as published: a threshold between the quantiles 1 - k and k, counts of
-            chunks with any critical token, and the sample's standard deviation instead of the population's.
-        chunk: tokens in a chunk, for "code".
+        window: L_obs, number of last queries of a sample.
+        sinks, recent: L_init and L_rec, tokens excluded at the two ends.
+        rule: "paper" for equations 2 to 4, or "code" for the published code. The code has a threshold between the
+            quantiles 1 - k and k, counts chunks with any critical token, and uses the sample's standard deviation
+            instead of the population's.
+        chunk: tokens per chunk, for "code".
     """
 
     ratio: float = 0.4
@@ -46,7 +47,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in ("ratio", "quantile"):
             if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field}={getattr(self, field)}; give a share, 0 to 1")
+                raise ValueError(f"{field}={getattr(self, field)}; give a fraction, 0 to 1")
         for field in ("window", "chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; give 1 or more")
@@ -54,10 +55,10 @@ class Settings:
             raise ValueError(f"rule={self.rule!r}; give one of 'paper', 'code'")
 
     def middle(self, length: int) -> int:
-        """Tokens of a sample that are looked at: those between sinks and recent ones, for "code" in whole chunks.
+        """Number of tokens between sinks and recent tokens that are scored; for "code", a multiple of `chunk`.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no such tokens.
         """
         tokens = length - self.sinks - self.recent
         if tokens < max(2, 2 * self.chunk if self.rule == "code" else 0):
@@ -70,7 +71,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What is measured in every layer: the score of each KV head."""
+    """Measures the score of each KV head, in every layer."""
 
     settings: Settings
 
@@ -100,13 +101,16 @@ def head_scores(
     settings: Settings,
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "S L K"]:
-    """The score of every KV head on every sample: low where attention moves about, high where it stays on few tokens.
+    """Score every KV head on every sample: low where attention moves, high where it stays on few tokens.
 
     Args:
-        progress: called with samples read and in all.
+        params: the model.
+        samples: token ids of texts of equal length.
+        settings: how heads are scored.
+        progress: called with the number of finished samples and of all samples.
 
     Raises:
-        ValueError: samples are too short.
+        ValueError: the samples are too short.
     """
     scores = []
     for i, sample in enumerate(samples):
@@ -128,19 +132,20 @@ def observation(
     scale: float,
     sliding_window: int | None = None,
 ) -> Float[Array, "B K w T"]:
-    """The observation matrix A (equation 1): how the last queries attend to the middle of the prompt, and to that alone.
+    """Observation matrix A (equation 1): attention of the last queries to the middle of the prompt.
 
     Softmax over the middle only, causal, averaged over the query group.
 
     Args:
-        q, k: rotated queries and keys of a right-padded prompt.
-        first, middle: where the middle begins and how many tokens it has, in each row.
-        window: L_obs, number of last queries; zeros stand for those that a row does not have.
+        q, k: rotated queries and keys of right-padded prompts.
+        lengths: number of tokens in each row.
+        first, middle: start and number of tokens of the middle, in each row.
+        window: L_obs, number of last queries; zeros for queries that a row does not have.
         scale: factor on the logits.
         sliding_window: attention window of the layer in tokens, if it has one.
 
     Returns:
-        Column j is the middle's token j, that is position first + j; zeros from `middle` on.
+        Column j is token j of the middle, at position first + j; zeros from `middle` on.
     """
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -163,7 +168,7 @@ def observation(
 
 
 def critical(observed: Float[Array, "*H w M"], settings: Settings) -> Bool[Array, "*H w M"]:
-    """The binarised observation matrix (equation 2): which entries are among the largest of their head's."""
+    """Binarised observation matrix (equation 2): which entries are above the head's threshold."""
     entries = observed.reshape(*observed.shape[:-2], -1)
     high = jnp.quantile(entries, settings.quantile, axis=-1)[..., None, None]
     if settings.rule == "paper":
@@ -173,7 +178,7 @@ def critical(observed: Float[Array, "*H w M"], settings: Settings) -> Bool[Array
 
 
 def frequencies(observed: Float[Array, "*H w M"], settings: Settings) -> Int[Array, "*H C"]:
-    """How many observers find each token critical (equation 3); for "code", each chunk."""
+    """Number of queries that find each token critical (equation 3); for "code", each chunk."""
     hits = critical(observed, settings)
     if settings.rule == "code":
         hits = jnp.any(hits.reshape(*hits.shape[:-1], -1, settings.chunk), axis=-1)
@@ -181,7 +186,7 @@ def frequencies(observed: Float[Array, "*H w M"], settings: Settings) -> Int[Arr
 
 
 def variation(counts: Int[Array, "*H C"], settings: Settings) -> Float[Array, "*H"]:
-    """Coefficient of variation of the counts (equation 4): their standard deviation over their mean."""
+    """Coefficient of variation of the counts (equation 4): standard deviation over mean."""
     values = counts.astype(jnp.float32)
     if settings.rule == "paper":
         return jnp.std(values, axis=-1) / jnp.mean(values, axis=-1)
@@ -190,12 +195,12 @@ def variation(counts: Int[Array, "*H C"], settings: Settings) -> Float[Array, "*
 
 
 def adaptive_by_sample(scores: Float[np.ndarray, "S L K"], ratio: float) -> Bool[np.ndarray, "S L K"]:
-    """Which heads are adaptive on each sample (equation 5): those whose score is within the sample's r-quantile."""
+    """Adaptive heads on each sample (equation 5): those whose score is within the sample's r-quantile."""
     return scores <= np.quantile(scores, ratio, axis=(1, 2), keepdims=True)
 
 
 def vote(adaptive: Bool[np.ndarray, "S L K"], ratio: float) -> Labels:
-    """The model's head types: the ⌈r·L·K⌉ heads that are most often adaptive; of equals the first layer's, first head."""
+    """Head types of the model: the ⌈r·L·K⌉ heads that are most often adaptive. Ties go to the first layer and head."""
     votes = adaptive.sum(axis=0)
     order = np.argsort(-votes.reshape(-1), kind="stable")
     count = math.ceil(Fraction(ratio).limit_denominator(10_000) * votes.size)
@@ -210,6 +215,6 @@ def scores_and_labels(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Float[np.ndarray, "L K"], Labels]:
-    """What a profile for the `catekv` policy holds: mean scores, and labels voted by the samples; arguments as for `head_scores`."""
+    """Contents of a profile for the `catekv` policy: mean scores, and labels by vote. Arguments as for `head_scores`."""
     scores = head_scores(params, samples, settings, progress)
     return scores.mean(axis=0), vote(adaptive_by_sample(scores, settings.ratio), settings.ratio)

@@ -1,4 +1,4 @@
-"""Chelsea's outlier heads: those whose keys have no similar neighbours (Hu et al. 2025, appendix B)."""
+"""Chelsea's outlier heads, whose keys have no similar neighbours (Hu et al. 2025, appendix B)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,14 +18,15 @@ from .recording import record
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How heads are scored and chosen.
+    """How heads are scored and selected.
 
     Attributes:
-        fraction: share of all heads that are outliers (appendix C.2).
-        threshold: least cosine similarity of an edge that counts (appendix B).
-        chunk: tokens among which similar ones are looked for.
-        sinks: first tokens of a sample that are left out, as they are never merged.
-        first_layers: first layers all of whose heads are outliers, counted inside the fraction: 1 for Llama-2 (appendix C.2).
+        fraction: fraction of all heads that are outliers (appendix C.2).
+        threshold: minimum cosine similarity of a strong edge (appendix B).
+        chunk: tokens within which similar tokens are matched.
+        sinks: first tokens of a sample, which are excluded, as they are never merged.
+        first_layers: number of first layers whose heads are all outliers, counted within the fraction: 1 for Llama-2
+            (appendix C.2).
     """
 
     fraction: float = 0.04
@@ -36,7 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction < 1:
-            raise ValueError(f"fraction={self.fraction}; give a share of all heads, between 0 and 1")
+            raise ValueError(f"fraction={self.fraction}; give a fraction of all heads, between 0 and 1")
         for field, least in (("chunk", 2), ("sinks", 0), ("first_layers", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)}; give {least} or more")
@@ -44,7 +45,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """What is measured in every layer: the share of A tokens whose best edge is weaker than the threshold."""
+    """Measures the fraction of A tokens without a strong edge, in every layer."""
 
     settings: Settings
 
@@ -64,14 +65,18 @@ def outlier_scores(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "L K"]:
-    """How little each KV head's keys resemble their neighbours: the share of A tokens without a strong edge, over all samples.
+    """Score every KV head by the fraction of A tokens without a strong edge, over all samples.
+
+    A high score means that the head's keys do not resemble their neighbours.
 
     Args:
-        samples: texts, each read by itself.
-        progress: called with samples read and in all.
+        params: the model.
+        samples: token ids of texts of equal length, processed one by one.
+        settings: how heads are scored.
+        progress: called with the number of finished samples and of all samples.
 
     Raises:
-        ValueError: samples are too short to have edges.
+        ValueError: the samples are too short to have edges.
     """
     if samples.shape[1] < settings.sinks + 2:
         raise ValueError(
@@ -88,10 +93,12 @@ def outlier_scores(
 
 
 def outlier_heads(scores: Float[np.ndarray, "L K"], fraction: float = 0.04, first_layers: int = 0) -> Labels:
-    """Labels of all heads: "outlier" for the `fraction` of them with the highest scores (of equals the first), at least one.
+    """Label the heads with the highest scores as "outlier", at least one.
 
     Args:
-        first_layers: layers whose heads come before all others, and are outliers even where they exceed the fraction.
+        scores: score of each head.
+        fraction: fraction of heads that are outliers. Ties go to the first head.
+        first_layers: number of first layers whose heads are selected first, and are outliers even beyond the fraction.
     """
     ranked = scores.astype(np.float64)
     ranked[:first_layers] = np.inf
@@ -107,6 +114,6 @@ def scores_and_labels(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Float[np.ndarray, "L K"], Labels]:
-    """What a profile for the `chelsea` policy holds; arguments as for `outlier_scores`."""
+    """Contents of a profile for the `chelsea` policy. Arguments as for `outlier_scores`."""
     scores = outlier_scores(params, samples, settings, progress)
     return scores, outlier_heads(scores, settings.fraction, settings.first_layers)

@@ -1,7 +1,7 @@
-"""How much each head needs its full attention: DuoAttention's gate values, learned by distillation (Xiao et al. 2024, section 2.2).
+"""DuoAttention's gate values: how much each head needs full attention, learned by distillation (Xiao et al. 2024, section 2.2).
 
-Every KV head mixes full attention, with weight α, and streaming attention (sinks and recent tokens), with 1 - α. On texts with
-passkeys to be recited at their end the mixture should give the hidden states of the full model, with α as small as can be.
+Every KV head mixes full attention, with weight α, and streaming attention (sinks and recent tokens), with weight 1 - α.
+On texts that end by reciting passkeys, the mixture is trained to match the full model's hidden states with small α.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.config import Rope
 from kvjax.models import Params, transformer
-from kvjax.models.rope import Rope
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.policies.duoattention import head_labels
 from kvjax.policies.profile import Labels
 
 CUE = 4
-"""Tokens before a passkey, after which it is recited."""
+"""Tokens before a passkey that introduce its recital."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Settings:
     """How gate values are learned. The paper trains for 2000 steps on texts of up to 32 thousand tokens.
 
     Attributes:
-        steps: of Adam, each on one text; texts are taken in turn.
-        rate: learning rate at first; it falls linearly to a tenth over the last fifth of the steps.
-        penalty: λ, factor on the mean gate value, against a distillation loss that is relative to the size of hidden states. (The
-            paper's loss is absolute, with 0.05.)
-        sinks, recent: tokens that streaming attention sees; less than in use, as texts are shorter.
-        passkeys: how many passkeys a text has.
+        steps: steps of Adam. Each uses the next text, in a cycle.
+        rate: initial learning rate; it decays linearly to a tenth over the last fifth of the steps.
+        penalty: λ, weight of the mean gate value relative to a distillation loss that is normalised by the size of
+            hidden states. (The paper uses an absolute loss and 0.05.)
+        sinks, recent: tokens that streaming attention sees; fewer than in use, as texts are shorter.
+        passkeys: number of passkeys per text.
         length: tokens of a passkey (the paper has 10 passkeys of 32).
-        sparsity: share of streaming heads by which a profile labels them; the policy takes its own.
-        seed: of the passkeys and their places.
+        sparsity: fraction of streaming heads in a profile's labels; the policy uses its own.
+        seed: random seed of the passkeys and their places.
     """
 
     steps: int = 60
@@ -55,27 +55,27 @@ class Settings:
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)}; give {least} or more")
         if not 0 <= self.sparsity <= 1:
-            raise ValueError(f"sparsity={self.sparsity}; give a share, 0 to 1")
+            raise ValueError(f"sparsity={self.sparsity}; give a fraction, 0 to 1")
 
 
 def with_passkeys(
     samples: Int[np.ndarray, "S T"], settings: Settings
 ) -> tuple[Int[np.ndarray, "S T"], Bool[np.ndarray, "S T"]]:
-    """Texts with passkeys, recited at their end: after the `CUE` tokens that stood before it, each again.
+    """Insert passkeys into texts, which recite them at the end. Each is introduced by the `CUE` tokens before its first occurrence.
 
-    Passkeys are random tokens of the samples. They overwrite the text at places spread evenly over what precedes the recital. (The
-    paper announces and asks for them in words.)
+    Passkeys are random tokens of the samples. They overwrite the text at evenly spaced places before the recital. (The
+    paper introduces and asks for them in words.)
 
     Returns:
-        The texts, and which of their tokens are recited.
+        The texts, and a mask of the recited tokens.
 
     Raises:
-        ValueError: texts are too short for this.
+        ValueError: the texts are too short.
     """
     count, size = settings.passkeys, settings.length
     texts = samples.copy()
     length = texts.shape[1]
-    story = length - count * (CUE + size)  # where the recital begins
+    story = length - count * (CUE + size)  # start of the recital
     if story < 2 * count * (CUE + size):
         raise ValueError(
             f"samples of {length} tokens are too short for {count} passkeys of {size}; give {3 * count * (CUE + size)} tokens or more"
@@ -102,12 +102,16 @@ def gated_attention(
     recent: int,
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention of which each head has the share `gates`, and for the rest attention to sinks and recent tokens alone.
+    """Mix causal full attention (weight `gates` per head) with streaming attention over sinks and recent tokens.
 
     Args:
         q, k: unrotated queries and keys.
-        recent: tokens up to the query's own.
-        window: sliding attention window of the layer, if it has one.
+        v: values.
+        gates: weight of full attention of each KV head.
+        rope: rotary embedding.
+        sinks: number of first tokens that streaming attention sees.
+        recent: number of last tokens that streaming attention sees, including the query's own.
+        window: sliding attention window of the layer in tokens, if it has one.
     """
     batch, length, heads, dim = q.shape
     kv_heads, pos = k.shape[2], jnp.arange(length, dtype=jnp.int32)
@@ -130,14 +134,16 @@ def gate_values(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "L K"]:
-    """α of every KV head, between 0 (it only ever needs sinks and recent tokens) and 1.
+    """Learn α of every KV head, between 0 (needs only sinks and recent tokens) and 1.
 
     Args:
-        samples: texts to hide passkeys in.
-        progress: called with steps done and in all.
+        params: the model.
+        samples: token ids of texts of equal length, into which passkeys are inserted.
+        settings: how gate values are learned.
+        progress: called with the number of finished steps and of all steps.
 
     Raises:
-        ValueError: samples are too short.
+        ValueError: the samples are too short.
     """
     texts, recited = (jnp.asarray(x) for x in with_passkeys(samples, settings))
     config = params.config
@@ -151,7 +157,8 @@ def gate_values(
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             mix = partial(gated_attention, sinks=settings.sinks, recent=settings.recent, window=config.windows[layer])
-            # Attention is computed again on the way back: its weights in all layers would not fit in memory.
+            # Attention is recomputed in the backward pass, as the attention weights of all layers would not fit in
+            # memory.
             return jax.checkpoint(lambda gate, q, k, v: mix(gate, rope, q, k, v))(gates[layer], q, k, v)
 
         return transformer.hidden(params, text[None], attend)[0].astype(jnp.float32)
@@ -191,6 +198,6 @@ def scores_and_labels(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Float[np.ndarray, "L K"], Labels]:
-    """What a profile for the `duoattention` policy holds; arguments as for `gate_values`."""
+    """Contents of a profile for the `duoattention` policy. Arguments as for `gate_values`."""
     gates = gate_values(params, samples, settings, progress)
     return gates, head_labels(gates.tolist(), settings.sparsity)

@@ -1,4 +1,4 @@
-"""InfiniGen's skewing matrices: the singular vectors of a sample text's queries (Lee et al. 2024, section 4.2)."""
+"""InfiniGen's skewing matrices: singular vectors of a sample text's queries (Lee et al. 2024, section 4.2)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from .recording import record
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """There is nothing to set: all singular vectors are kept, and the policy chooses among them for each prompt."""
+    """No settings: all singular vectors are kept, and the policy selects among them for each prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gram:
-    """What is measured in every layer: QᵀQ of the rotated queries of all heads that share keys."""
+    """Measures QᵀQ of the rotated queries of all heads that share keys, in every layer."""
 
     def __call__(self, spec: LayerSpec, q: Float[Array, "B T N H"], k: Array, v: Array) -> Float[Array, "K H H"]:
         grouped = q.reshape(*q.shape[:2], spec.num_kv_heads, -1, spec.head_dim).astype(jnp.float32)
@@ -33,13 +33,16 @@ def skewing_matrices(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "L K H H"]:
-    """The right singular vectors of each KV head's queries on all samples, as columns, the largest singular value's first.
+    """Right singular vectors of each KV head's queries over all samples, as columns, by descending singular value.
 
-    Of a vector and its opposite, which are as good, it is the one whose largest entry is positive.
+    The sign of each vector is chosen so that its largest entry is positive.
 
     Args:
-        samples: texts, each read by itself. (The published code reads 2048 tokens of one book.)
-        progress: called with samples read and in all.
+        params: the model.
+        samples: token ids of texts of equal length, processed one by one. (The published code uses 2048 tokens of one
+            book.)
+        settings: none are used.
+        progress: called with the number of finished samples and of all samples.
     """
     total = 0.0
     for i, sample in enumerate(samples):

@@ -1,4 +1,4 @@
-"""One way to make a profile for every method that has one: `make_profile` from text, `profile` from tokens."""
+"""Makes profiles for every method that uses one: `make_profile` from text files, `profile` from tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,14 @@ from .recording import cut
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What makes a method's profile.
+    """How to make a method's profile.
 
     Attributes:
-        settings: type of what can be set.
-        find: from model, samples, settings and progress to what `profile.of` takes.
-        profile: kind of profile.
-        tokens: from model, files, count and length to samples and a line that says what they are.
-        samples: how many there are if nothing is said.
+        settings: type of the method's settings.
+        find: maps model, samples, settings and progress to the contents of a profile, as for `profile.of`.
+        profile: type of the profile.
+        tokens: maps model, files, count and length to samples and their description.
+        samples: default number of samples.
     """
 
     settings: type[Any]
@@ -37,7 +37,7 @@ class Method:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it wants files."""
+        """Whether the method needs text files."""
         return self.tokens is cut
 
 
@@ -54,7 +54,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "triattention": Method(triattention.Settings, triattention.mean_queries, MeanQueries),
 }
-"""What calibrates for a policy, or in another's way (razorattention, for duoattention)."""
+"""Calibrations by the name of their policy. razorattention is another way to calibrate duoattention."""
 
 
 def make_profile(
@@ -66,17 +66,22 @@ def make_profile(
     length: int = 2048,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Find out what a method wants to know of a model's heads.
+    """Calibrate a method for a model.
 
     Args:
+        params: the model.
         method: a key of `METHODS`.
-        files: plain text to read.
-        settings: the method's `Settings`; by default its own.
-        samples, length: how many pieces of text or of random tokens, by default as the method has it, and their length in tokens.
-        progress: called with samples read and in all.
+        files: plain text files to sample.
+        settings: the method's `Settings`; its defaults if None.
+        samples, length: number of samples of text or random tokens (by default the method's), and their length in
+            tokens.
+        progress: called with the number of finished samples and of all samples.
+
+    Returns:
+        The profile.
 
     Raises:
-        ValueError: there is no such method, or the text is too short.
+        ValueError: the method is unknown, or the text is too short.
         OSError: a file cannot be read.
     """
     made = _method(method)
@@ -92,10 +97,15 @@ def profile(
     settings: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """`make_profile` from samples that are tokens already.
+    """Like `make_profile`, from samples that are already tokens.
 
     Args:
-        data: what the samples are, for people.
+        params: the model.
+        method: a key of `METHODS`.
+        samples: token ids of the samples.
+        data: description of the samples for readers.
+        settings: the method's `Settings`; its defaults if None.
+        progress: called with the number of finished samples and of all samples.
     """
     made = _method(method)
     settings = made.settings() if settings is None else settings
@@ -110,5 +120,5 @@ def profile(
 
 def _method(name: str) -> Method:
     if name not in METHODS:
-        raise ValueError(f"there is no calibration for {name!r}; there is for {', '.join(METHODS)}")
+        raise ValueError(f"there is no calibration for {name!r}; give one of {', '.join(METHODS)}")
     return METHODS[name]

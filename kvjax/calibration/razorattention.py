@@ -1,7 +1,7 @@
-"""Which heads retrieve, told without text: RazorAttention's echo and induction heads (Tang et al. 2024, section 3.2).
+"""Finds retrieval heads without text: RazorAttention's echo and induction heads (Tang et al. 2024, section 3.2).
 
-Random tokens are read several times over. To a token that has come before, an echo head attends where it came, and an induction
-head one further, where that stands which came next.
+The model processes several repetitions of random tokens. At a repeated token, an echo head attends to the token's
+earlier occurrence. An induction head attends to the token after that occurrence.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from kvjax.policies.profile import Labels
 from .recording import record
 
 BLOCK = 256
-"""Queries whose logits are held at a time."""
+"""Number of queries whose logits are in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How heads are scored and chosen.
+    """How heads are scored and selected.
 
     Attributes:
-        repeats: how many times the tokens are read in all (the paper reads 2500 tokens 4 times).
-        induction: share of the KV heads that retrieve for their induction score.
-        echo: share of them that retrieve for their echo score.
+        repeats: number of repetitions of the tokens (the paper uses 2500 tokens, 4 times).
+        induction: fraction of KV heads that are selected by their induction score.
+        echo: fraction of KV heads that are selected by their echo score.
     """
 
     repeats: int = 4
@@ -44,27 +44,27 @@ class Settings:
             raise ValueError(f"repeats={self.repeats}; give 2 or more")
         for field in ("induction", "echo"):
             if not 0 < getattr(self, field) <= 1:
-                raise ValueError(f"{field}={getattr(self, field)}; give a share of all heads, above 0 and up to 1")
+                raise ValueError(f"{field}={getattr(self, field)}; give a fraction of all heads, above 0 and up to 1")
 
 
 @dataclasses.dataclass(frozen=True)
 class Matches:
-    """What is measured in every layer: the mean attention that queries of repeated tokens give to the tokens that match.
+    """Measures the mean attention of repeated tokens' queries to the matching tokens, in every layer.
 
     Attributes:
-        period: tokens after which the text repeats.
+        period: number of tokens after which the text repeats.
     """
 
     period: int
 
     def __call__(self, spec: LayerSpec, q: Float[Array, "B T N H"], k: Array, v: Array) -> Float[Array, "2 B N"]:
-        """Attention to echo tokens and to induction tokens, those of all repeats together."""
+        """Attention to echo tokens and to induction tokens, each summed over all earlier repetitions."""
         batch, length, kv_heads, dim = k.shape
         grouped = q.reshape(batch, length, kv_heads, -1, dim)
         total = log_totals(spec, grouped, k)
 
         def attention(since: int, ahead: int) -> Float[Array, "B K G"]:
-            """Attention from every query past `since` to the token so far before it, or `ahead` of that."""
+            """Attention of every query past `since` to the token `since` positions before it, or `ahead` after that."""
             if spec.window is not None and since - ahead >= spec.window:
                 return jnp.zeros(total.shape[0:1] + total.shape[2:], jnp.float32)
             keys = k[:, ahead : length - since + ahead]
@@ -77,7 +77,7 @@ class Matches:
 
 
 def log_totals(spec: LayerSpec, q: Float[Array, "B T K G H"], k: Float[Array, "B T K H"]) -> Float[Array, "B T K G"]:
-    """What the exponentials of each query's logits add up to, as a logarithm; causal."""
+    """Log-sum-exp of each query's causal logits."""
     length = k.shape[1]
     blocks = jnp.pad(q, [(0, 0), (0, -length % BLOCK), (0, 0), (0, 0), (0, 0)])
     blocks = jnp.moveaxis(blocks.reshape(q.shape[0], -1, BLOCK, *q.shape[2:]), 1, 0)
@@ -95,13 +95,13 @@ def log_totals(spec: LayerSpec, q: Float[Array, "B T K G H"], k: Float[Array, "B
 
 
 def random_tokens(params: Params, files: Sequence[Path], count: int, length: int) -> tuple[np.ndarray, str]:
-    """Samples of random tokens, and a line that says what they are; no token twice in a sample if there are enough.
+    """Samples of random tokens and their description. A sample repeats no token if the vocabulary is large enough.
 
     Raises:
-        ValueError: there are files, which nothing would be read from, or samples are too few or too short.
+        ValueError: files are given, which are not used, or samples are too few or too short.
     """
     if files:
-        raise ValueError(f"heads are scored on random tokens, but text is given ({files[0]}); leave it out")
+        raise ValueError(f"heads are scored on random tokens, but text is given ({files[0]}); omit it")
     if count < 1 or length < 2:
         raise ValueError(f"{count} samples of {length} random tokens; give 1 or more, of 2 or more tokens")
     random, size = np.random.default_rng(0), params.config.vocab_size
@@ -115,13 +115,15 @@ def match_scores(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L K"]]:
-    """The induction and the echo score of every KV head: the mean attention of the best of its query heads, on all samples.
+    """Induction and echo score of every KV head: mean attention of its best query head, over all samples.
 
-    The published code has means over pairs of tokens, which are these divided by half the number of repeats.
+    The published code averages over pairs of tokens. Its scores are these, divided by half the number of repetitions.
 
     Args:
+        params: the model.
         samples: random tokens, before they are repeated.
-        progress: called with samples read and in all.
+        settings: how heads are scored.
+        progress: called with the number of finished samples and of all samples.
     """
     found = []
     for i, sample in enumerate(samples):
@@ -137,13 +139,13 @@ def match_scores(
 def retrieval_heads(
     induction: Float[np.ndarray, "L K"], echo: Float[np.ndarray, "L K"], settings: Settings = Settings()
 ) -> tuple[Float[np.ndarray, "L K"], Labels]:
-    """Which heads retrieve: those with the highest induction scores, and those with the highest echo scores.
+    """Select retrieval heads: those with the highest induction scores, and those with the highest echo scores.
 
-    Of each there are so many as the share of all heads says, rounded, and at least one; of equals the first.
+    Each criterion selects its fraction of all heads, rounded, and at least one. Ties go to the first head.
 
     Returns:
-        One score for both, by which other shares may be chosen: the larger of a head's two, each divided by the least that is
-        enough. And the labels.
+        One score per head, and the labels. The score is the larger of a head's two scores, each divided by the lowest
+            selected score, so that other fractions can be selected by it.
     """
     scores, chosen = np.zeros(induction.shape), np.zeros(induction.size, bool)
     for found, share in ((induction, settings.induction), (echo, settings.echo)):
@@ -160,5 +162,5 @@ def scores_and_labels(
     settings: Settings = Settings(),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Float[np.ndarray, "L K"], Labels]:
-    """What a profile for the `duoattention` policy holds; arguments as for `match_scores`."""
+    """Contents of a profile for the `duoattention` policy. Arguments as for `match_scores`."""
     return retrieval_heads(*match_scores(params, samples, settings, progress), settings)

@@ -1,4 +1,4 @@
-"""Statistics of every layer's queries and keys on real text: a policy that records them instead of keeping a cache."""
+"""Records statistics of every layer's queries and keys on real text, with a policy that stores them instead of a cache."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,19 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax import user_files
-from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax._util import user_files
+from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.models import Params, transformer
-from kvjax.policies.base import Carry, Layer, Policy
+from kvjax.policies.base import CacheLayer, Carry, Policy
 from kvjax.runtime.program import Program
 
 Measure = Callable[[LayerSpec, Array, Array, Array], Any]
-"""From a layer, rotated queries [B, T, N, H] and keys [B, T, K, H], and values, to any arrays. Hashable: a frozen dataclass."""
+"""Maps a layer's spec, rotated queries [B, T, N, H], rotated keys [B, T, K, H] and values to any arrays. Has to be hashable, such as a frozen dataclass.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(Policy):
-    """Keeps of each layer's prompt what `measure` makes of it, and no cache."""
+    """A policy that stores what `measure` returns for each layer's prompt, and no cache."""
 
     measure: Measure
 
@@ -31,33 +32,38 @@ class Recorder(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecorderLayer(Layer[Recorder]):
+class RecorderLayer(CacheLayer[Recorder]):
     """One layer of a `Recorder`."""
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return self.policy.measure(self.spec, prompt.q_rotated, prompt.k_rotated, prompt.v), carry
 
 
 def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
-    """Read texts of the same length, without padding; what `measure` found in each layer."""
+    """Process texts of equal length, without padding, and return what `measure` returns for each layer."""
     batch, length = tokens.shape
     specs = layer_specs(params.config, batch, length, 0, params.dtype)
     return jax.device_get(_recorded(measure, specs, params, jnp.asarray(tokens, jnp.int32)))
 
 
 def cut(params: Params, files: Sequence[Path], count: int, length: int) -> tuple[Int[np.ndarray, "S T"], str]:
-    """Samples of text to calibrate on: `count` pieces of `length` tokens that do not overlap, spread evenly over the files.
+    """Cut text files into samples: `count` pieces of `length` tokens, which do not overlap and are spread evenly over the files.
+
+    Args:
+        params: the model, whose tokenizer is used.
+        files: plain text files.
+        count: number of samples.
+        length: tokens per sample.
 
     Returns:
-        The pieces, and a line that says what they are. Files are named with the folder they are in, since many data sets have
-        a `test.txt`.
+        The samples, and their description. It names files with their folder, since many data sets have a `test.txt`.
 
     Raises:
-        ValueError: the model has no tokenizer, there are no files, or they are too short.
+        ValueError: the model has no tokenizer, there are no files, or the files are too short.
         OSError: a file cannot be read.
     """
     if params.tokenizer is None:
-        raise ValueError("this model has no tokenizer, so text cannot be read with it")
+        raise ValueError("this model has no tokenizer, which is needed to calibrate on text")
     if not files or count < 1 or length < 1:
         raise ValueError(f"{count} samples of {length} tokens from {len(files)} files; give 1 or more of each")
     pieces: list[np.ndarray] = []

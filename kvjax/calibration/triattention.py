@@ -1,4 +1,4 @@
-"""TriAttention's statistics: means of a sample text's unrotated queries and of their sizes, as complex numbers (Mao et al. 2026)."""
+"""TriAttention's statistics: means of a text's unrotated queries, as complex numbers, and of their magnitudes (Mao et al. 2026)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from .recording import record
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """There is nothing to set."""
+    """No settings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What is measured in every layer: sums over tokens of the real parts, the imaginary ones and the sizes of what enters rotation."""
+    """Measures sums over tokens of the unrotated queries' real parts, imaginary parts and magnitudes, in every layer."""
 
     def __call__(self, spec: LayerSpec, q: Float[Array, "B T N H"], k: Array, v: Array) -> Float[Array, "N 3 F"]:
         omega, factor = frequencies(spec.rope, spec.head_dim)
         angle = jnp.arange(q.shape[1], dtype=jnp.float32)[:, None, None] * omega
         c, s = jnp.cos(angle) / factor, jnp.sin(angle) / factor
         a, b = pairs(spec.rope, q)
-        real, imaginary = a * c + b * s, b * c - a * s  # turned back
+        real, imaginary = a * c + b * s, b * c - a * s  # undo the rotation
         return jnp.stack([jnp.sum(x, axis=(0, 1)) for x in (real, imaginary, jnp.hypot(real, imaginary))], axis=1)
 
 
@@ -41,8 +41,11 @@ def mean_queries(
     """Re μ, Im μ and ρ of every query head and pair of channels, over all tokens of the samples.
 
     Args:
-        samples: texts, each read by itself. (The published script reads one text of up to 32768 tokens.)
-        progress: called with samples read and in all.
+        params: the model.
+        samples: token ids of texts of equal length, processed one by one. (The published script uses one text of up to
+            32768 tokens.)
+        settings: none are used.
+        progress: called with the number of finished samples and of all samples.
     """
     total = 0.0
     for i, sample in enumerate(samples):

@@ -1,6 +1,6 @@
-"""The command line: one command a file.
+"""The command line, with one command per file.
 
-Nothing here imports JAX until a command that needs it runs, so that help and mistakes in the arguments show at once.
+Nothing here imports JAX until a command needs it, so that help and argument errors appear at once.
 """
 
 import sys
@@ -21,18 +21,19 @@ from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .policies import policies
+from .signature import command
 
 app = typer.Typer(
     name="kvjax",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # Boxes and colours for people; plain paragraphs for pipes.
+    # Boxes and colours on a terminal; plain paragraphs in a pipe.
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for function in (generate, convert, policies, inspect, plan, draw, calibrate, compare, bench):
-    app.command(cls=Command)(function)
-app.command("eval", cls=Command)(evaluate)
+    app.command(cls=Command)(command(function))
+app.command("eval", cls=Command)(command(evaluate))
 
 
 def _version(asked: bool) -> bool:
@@ -48,11 +49,11 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", envvar="KVJAX_DEBUG", help="Show Python's traceback where a command fails.")
+        bool, typer.Option("--debug", envvar="KVJAX_DEBUG", help="Show Python's traceback when a command fails.")
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", envvar="KVJAX_QUIET", help="Say nothing of how far it is; also after the command."),
+        typer.Option("--quiet", envvar="KVJAX_QUIET", help="Show no progress; also after the command."),
     ] = False,
 ) -> None:
     """Language models with their KV cache kept within a budget."""

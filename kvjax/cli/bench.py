@@ -1,4 +1,4 @@
-"""`kvjax bench`: how fast policies are on this device."""
+"""`kvjax bench`: benchmark policies on this device."""
 
 import contextlib
 import itertools
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 def bench(
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FILE", help="Result file, JSON; what it has already is not run again."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Result file, JSON; rows that it already has are not measured again.",
+        ),
     ] = Path("bench.json"),
     policies: Annotated[
         str, typer.Option(help="NAME[:BUDGET][,SETTING=VALUE]..., separated by commas.")
@@ -33,48 +38,55 @@ def bench(
             "--budget",
             "-b",
             metavar="N|FRACTION[,…]",
-            help="Of policies that are given without; those that have none, such as full and kivi, run once.",
+            help="Budgets of policies without one; policies that take none, such as full and kivi, run once.",
             show_default=False,
         ),
     ] = None,
     shape: Annotated[str, typer.Option(help="Model shapes, separated by commas; weights are random.")] = "smollm2-135m",
-    context: Annotated[str, typer.Option(help="Tokens of prompt, separated by commas.")] = "2048",
-    batch: Annotated[str, typer.Option(help='Rows, separated by commas; "largest" finds how many fit.')] = "1",
+    context: Annotated[str, typer.Option(help="Prompt tokens, separated by commas.")] = "2048",
+    batch: Annotated[
+        str, typer.Option(help='Batch sizes, separated by commas; "largest" finds how many sequences fit.')
+    ] = "1",
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to decode in each row.")
+        int, typer.Option("--new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to decode in each sequence.")
     ] = 320,
     skip_prefill: Annotated[
         bool,
         typer.Option(
-            "--skip-prefill", help="Fill caches without reading a prompt; no time to first token (TTFT) then."
+            "--skip-prefill", help="Fill caches without prefilling a prompt; there is no time to first token (TTFT)."
         ),
     ] = False,
     dtype: Annotated[DType, typer.Option(help="Type of weights and cache.")] = "bfloat16",
     layers: Annotated[
         int | None,
-        typer.Option(min=1, max=checks.MAX_INT, help="Only so many layers of the model.", show_default=False),
+        typer.Option(min=1, max=checks.MAX_INT, help="Use only this many layers of the model.", show_default=False),
     ] = None,
     weights: Annotated[
         str,
         typer.Option(
-            metavar="KIND[,…]", help="float, int8 or int4: what matrices are held in, embedding and head among them."
+            metavar="KIND[,…]", help="float, int8 or int4: kind of all matrices, including embedding and head."
         ),
     ] = "float",
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="Bytes per second, for the floor. [default: by the device's data sheet]", show_default=False),
+        typer.Option(
+            help="Bytes per second, for the bandwidth bound. [default: the device's data sheet]", show_default=False
+        ),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Memory to use, such as 8GB. [default: the device's]", show_default=False),
     ] = None,
     devices: Annotated[
-        int, typer.Option(min=1, help="CUDA devices that share the rows, each in a process of its own.")
+        int, typer.Option(min=1, help="CUDA devices that share the cases, each with its own process.")
     ] = 1,
     budget_seconds: Annotated[
-        float | None, typer.Option(help="Stop after so long; the rest is for the next run.", show_default=False)
+        float | None,
+        typer.Option(
+            help="Stop after this many seconds; remaining cases are left for the next run.", show_default=False
+        ),
     ] = None,
-    case_seconds: Annotated[float, typer.Option(help="Most time for one row.")] = 600,
+    case_seconds: Annotated[float, typer.Option(help="Time limit for one case, in seconds.")] = 600,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Draw figures into this folder. Needs matplotlib.", show_default=False),
@@ -82,11 +94,12 @@ def bench(
     mesh: MeshOption = None,
     compilation_cache: CompilationCacheOption = True,
 ) -> None:
-    """Measure prefill and decoding, beside what the memory allows.
+    """Measure prefill and decoding, and compare them with the bandwidth bound.
 
-    For each policy, context, batch and model shape: time to first token (TTFT), time per output token (TPOT) in the compiled
-    loop, latency and throughput, peak and cache memory, time to compile. The floor is what a step has to read over the memory's bandwidth.
-    Rows are written as they come; one that fails says why. Over a mesh bytes and floor are those of each device.
+    For each policy, context, batch and model shape: time to first token (TTFT), time per output token (TPOT) in the
+    compiled loop, latency, throughput, peak memory, cache memory, and compile time. The bandwidth bound is the bytes
+    that a step has to read, divided by the memory bandwidth. Rows are written as they come; a failed row gives the
+    reason. Over a mesh, bytes and bound are per device.
     """
     from kvjax.bench.runner import run
     from kvjax.runtime.memory import parse_bytes
@@ -106,7 +119,7 @@ def bench(
     )
     if mesh and devices > 1:
         raise typer.BadParameter(
-            "processes that see one device each have no mesh; leave one of the two out", param_hint="--devices"
+            "processes that see one device each have no mesh; omit one of the two", param_hint="--devices"
         )
     options = {
         "bandwidth": bandwidth,
@@ -149,14 +162,14 @@ def read_cases(
     weights: str = "float",
     mesh: str = "",
 ) -> "list[Case]":
-    """All combinations; lists are separated by commas. What is wrong is refused here, before anything runs."""
+    """All combinations of the comma-separated lists. Invalid values raise before anything runs."""
     if mesh:
         from kvjax.models.sharding import parse_mesh
 
         parse_mesh(mesh)
+    from kvjax._util.suggestions import hint
     from kvjax.bench.case import KINDS, LARGEST, Case
-    from kvjax.models.presets import PRESETS
-    from kvjax.suggestions import hint
+    from kvjax.config import PRESETS
 
     numbers: dict[str, list[Any]] = {"context": [], "batch": []}
     for name, text in (("context", contexts), ("batch", batches)):
@@ -203,7 +216,7 @@ def read_cases(
 
 
 def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Names and settings: each policy at each budget, unless it has one of its own, takes none, or is made of others."""
+    """Names and settings: each policy at each budget, unless it has its own budget, takes none, or is combined from others."""
     from kvjax.bench.case import read_policy
     from kvjax.policies import policy_class
     from kvjax.policies.text import split_policies
@@ -225,7 +238,7 @@ def _read_policies(policies: str, budgets: str | None) -> list[tuple[str, dict[s
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One result, in a line."""
+    """Print one result as a line."""
     from kvjax.bench.figures import title
 
     named = title(row) if row.get("budget_applies", True) else f"{title(row)} (no budget)"
@@ -237,7 +250,7 @@ def print_row(row: dict[str, Any]) -> None:
         parts.append(f"TTFT {row['ttft_s']:.3f} s")
     parts.append(f"{row['tpot_ms']:.3f} ms per token")
     if row.get("times_floor") is not None:
-        parts.append(f"{row['times_floor']:.2f} × floor")
+        parts.append(f"{row['times_floor']:.2f} × bandwidth bound")
     parts.append(f"{row['tokens_per_s']:.1f} tokens/s")
     parts.append(f"cache {console.size(row['cache_bytes'])}, peak {console.size(row['peak_bytes'])}")
     if row.get("compile_s") is not None:
@@ -246,7 +259,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write the figures of what was measured, for each shape those that there is something to draw in."""
+    """Write the figures of the results, for each shape those that have data."""
     from kvjax.bench.figures import by_batch, by_context
     from kvjax.plots import save
 

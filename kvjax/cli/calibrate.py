@@ -1,23 +1,23 @@
-"""`kvjax calibrate`: find out what a policy wants to know of a model's heads."""
+"""`kvjax calibrate`: collect the statistics of a model's heads that a policy needs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from kvjax.texts import read_text
+from kvjax._util.texts import read_text
 
 from . import checks
 from .console import errors
 from .hyperparameters import read_settings
-from .options import CompilationCacheOption, DTypeOption, ModelOption, TokenizerOption, read_model
+from .options import ModelOptions
 from .progress import bar
 
 
 def calibrate(
     method: Annotated[
         Literal["catekv", "chelsea", "duoattention", "infinigen", "razorattention", "triattention"],
-        typer.Argument(help="The policy to calibrate for; razorattention is another way for duoattention."),
+        typer.Argument(help="The policy to calibrate; razorattention is another way to calibrate duoattention."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Profile to write, as JSON.")],
     data: Annotated[
@@ -26,7 +26,7 @@ def calibrate(
             "--data",
             "-d",
             metavar="FILE",
-            help="Plain text to read; repeatable. razorattention reads random tokens instead.",
+            help="Plain text to use; repeatable. razorattention uses random tokens instead.",
             show_default=False,
         ),
     ] = None,
@@ -34,7 +34,7 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the scores of heads too, where there are any: .png, .svg or .pdf. Needs matplotlib.",
+            help="Also draw the heads' scores, if there are any: .png, .svg or .pdf. Needs matplotlib.",
             show_default=False,
         ),
     ] = None,
@@ -43,34 +43,33 @@ def calibrate(
         typer.Option(
             min=1,
             max=checks.MAX_INT,
-            help="Pieces of text, spread evenly over the files: by default 16; or of random tokens, 1.",
+            help="Number of samples: of text, spread evenly over the files (default 16), or of random tokens (default 1).",
             show_default=False,
         ),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Tokens in each piece.")] = 2048,
+    length: Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Tokens in each sample.")] = 2048,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="Set something of the method; repeatable.", show_default=False
+            "--set", metavar="NAME=VALUE", help="Set an option of the method; repeatable.", show_default=False
         ),
     ] = None,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
-    dtype: DTypeOption = None,
-    compilation_cache: CompilationCacheOption = True,
+    *,
+    source: ModelOptions,
 ) -> None:
-    """Look at a model's attention heads as they read, once, for the policies that treat them differently.
+    """Calibrate a policy: collect statistics of a model's attention heads once, for policies that treat heads differently.
 
-    The profile that is written holds a score and a label for every KV head; for infinigen, the directions in which its queries are
-    largest; for triattention, means of what its queries are before rotation. Give it to the policy with `--set profile=FILE`. The default model needs none: its profiles come with kvjax.
+    The profile contains a score and a label for every KV head. For infinigen it contains the directions in which
+    queries are largest, and for triattention the means of unrotated queries. Pass it to the policy with `--set
+    profile=FILE`. The default model needs no calibration: its profiles come with kvjax.
     """
     from kvjax.calibration.make_profile import METHODS, make_profile
     from kvjax.policies import HeadProfile
 
-    # Before the model is loaded: mistakes show at once.
+    # Before the model is loaded, so that errors appear at once.
     chosen, files = read_settings(METHODS[method].settings, settings or ()), data or []
     if METHODS[method].reads_text != bool(files):
-        need = "give text to read" if METHODS[method].reads_text else "random tokens are read; leave it out"
+        need = "give text to read" if METHODS[method].reads_text else "random tokens are used; omit it"
         raise typer.BadParameter(f"{method}: {need}", param_hint="--data")
     if plot is not None and METHODS[method].profile is not HeadProfile:
         raise typer.BadParameter(f"{method}: there are no scores of heads to draw", param_hint="--plot")
@@ -80,7 +79,7 @@ def calibrate(
         read_text(file)
     checks.destination(out)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, tokenizer=tokenizer)
+    params = source.load()
     with bar() as begin:
         profile = make_profile(params, method, files, chosen, samples, length, begin(f"Calibrating {method}"))
     profile.save(out)

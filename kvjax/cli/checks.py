@@ -1,4 +1,4 @@
-"""Checks of what stands on the command line, made before anything is loaded."""
+"""Validates command-line values before anything is loaded."""
 
 import math
 import os
@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import typer
 
-from kvjax.settings import MAX_INT as MAX_INT
+from kvjax._util.settings import MAX_INT as MAX_INT
 
 T = TypeVar("T", int, float)
 
 
 def listed(text: str, option: str) -> list[str]:
-    """Names separated by commas."""
+    """Split names separated by commas."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise typer.BadParameter(f"{text!r}: give names separated by commas, none of them empty", param_hint=option)
@@ -24,10 +24,14 @@ def listed(text: str, option: str) -> list[str]:
 
 
 def numbers(text: str, kind: Callable[[str], T], option: str, allowed: str, test: Callable[[T], bool]) -> tuple[T, ...]:
-    """Numbers separated by commas.
+    """Parse numbers separated by commas.
 
     Args:
-        allowed: which numbers pass `test`, for the message.
+        text: the value.
+        kind: converts one number.
+        option: the option's name.
+        allowed: description of the numbers that pass `test`, for the message.
+        test: whether a number is allowed.
     """
     try:
         found = tuple(kind(part) for part in text.split(","))
@@ -41,24 +45,24 @@ def numbers(text: str, kind: Callable[[str], T], option: str, allowed: str, test
 
 
 def positive(value: float | None, option: str) -> None:
-    """A number that is finite and above 0, if there is one."""
+    """Raise unless the number, if given, is finite and above 0."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise typer.BadParameter(f"{value}: give a number above 0", param_hint=option)
 
 
 def once(values: Sequence[object], option: str) -> None:
-    """Nothing is listed twice."""
+    """Raise if a value is listed twice."""
     again = [value for i, value in enumerate(values) if value in values[:i]]
     if again:
         raise typer.BadParameter(f"{again[0]} is there twice", param_hint=option)
 
 
 def picture(path: Path | None) -> None:
-    """A picture can be drawn, and written to this file, if there is one.
+    """Raise unless a picture can be drawn and written to this file, if it is given.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: it knows no format of that name.
+        ValueError: matplotlib does not support the format of this name.
         OSError: as `destination`.
     """
     if path is None:
@@ -70,10 +74,10 @@ def picture(path: Path | None) -> None:
 
 
 def destination(path: Path | None, folder: bool = False) -> None:
-    """A file can be written here, or with `folder` a folder with files in it.
+    """Raise unless a file can be written here, or with `folder` a folder with files.
 
     Raises:
-        OSError: something is in the way, or above it is no folder that can be written to.
+        OSError: something else is at the path, or its parent is not a writable folder.
     """
     if path is None:
         return
@@ -86,10 +90,10 @@ def destination(path: Path | None, folder: bool = False) -> None:
         if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
             raise FileExistsError(f"{path} is there, but is not a file; give another path")
         if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} may not be written to; give another path")
+            raise PermissionError(f"{path} is not writable; give another path")
         return
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
         raise NotADirectoryError(f"{path} cannot be written: {above} is not a folder")
     if not os.access(above, os.W_OK):
-        raise PermissionError(f"{path} cannot be written: the folder {above} may not be written to")
+        raise PermissionError(f"{path} cannot be written: the folder {above} is not writable")

@@ -1,4 +1,4 @@
-"""What every command does when something goes wrong: one clear line, and an exit code."""
+"""Error handling of every command: one clear line, and an exit code."""
 
 import contextlib
 import sys
@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import typer
 import typer.core
 
-from kvjax.standard_streams import EPIPE_EXIT
-from kvjax.user_files import expanded
+from kvjax._util.standard_streams import EPIPE_EXIT
+from kvjax._util.user_files import expanded
 
 from . import console
 from .interruption import INTERRUPTED, start_jax
@@ -19,23 +19,23 @@ from .interruption import INTERRUPTED, start_jax
 FAILED, USAGE, PIPE_CLOSED = 1, 2, EPIPE_EXIT
 
 _UsageError = typer.BadParameter.__bases__[0]
-"""Click's, by way of typer: which click that is depends on typer's version."""
+"""Click's class, obtained through typer, as the click package depends on typer's version."""
 
 
 _QUIET = "kvjax.quiet"
-"""Under this name a command's context tells whether it is to say nothing of how far it is."""
+"""Key in a command's context for whether to show no progress."""
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose expected failures (bad values, damaged or missing files) are told in one line on standard error.
+    """A command that reports expected failures (bad values, damaged or missing files) in one line on standard error.
 
-    Exit codes: 1 where the library refuses, 2 for wrong usage, 130 after Ctrl-C, 141 where the reader of the output went
-    away. With `--json` messages are JSON objects, one per line, and standard output has the result or nothing. `kvjax --debug` lets
-    the traceback through. With `--quiet`, before the command or among its options, nothing is said of how far it is.
+    Exit codes are 1 for errors of the library, 2 for wrong usage, 130 after Ctrl-C, and 141 if the reader of the output
+    has gone. With `--json`, messages are JSON objects, one per line, and standard output has the result or nothing.
+    `kvjax --debug` shows the traceback. `--quiet`, before the command or among its options, hides progress.
     """
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Read the arguments."""
+        """Parse the arguments."""
         asked, quiet = "--json" in args, "--quiet" in _options(args)
         args = [each for i, each in enumerate(args) if each != "--quiet" or i >= len(_options(args))]
         try:
@@ -49,7 +49,7 @@ class Command(typer.core.TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. `~` in a path is the user's home, also where the shell has left it: as in `--out=~/results`."""
+        """Run the command. `~` in a path is expanded, also where the shell does not, as in `--out=~/results`."""
         ctx.params |= {name: expanded(value) for name, value in ctx.params.items() if isinstance(value, Path)}
         try:
             with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ class Command(typer.core.TyperCommand):
 
 
 def _options(args: list[str]) -> list[str]:
-    """Arguments before `--`, behind which all are values."""
+    """Arguments before `--`. All arguments after it are values."""
     return args[: args.index("--")] if "--" in args else args
 
 
@@ -94,15 +94,15 @@ def _refuse(error: Any) -> NoReturn:
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether this is what a Ctrl-C has become: a compiled module that is being imported makes an ImportError of it."""
+    """Whether the error was caused by Ctrl-C. Importing a compiled module turns it into an ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _expected(error: Exception) -> bool:
-    """Whether this is the library or the machine refusing, rather than a mistake in the code."""
-    # JAX's own error (out of device memory, say) is named here by its text, so as not to import JAX.
+    """Whether the error is expected (a refusal by the library or the machine) and not a bug."""
+    # JAX's error (such as out of device memory) is compared by name, so as not to import JAX.
     return (
         isinstance(error, ValueError | OSError | ImportError | MemoryError) or type(error).__name__ == "JaxRuntimeError"
     )

@@ -1,4 +1,4 @@
-"""Output that suits its reader: colours and boxes on a terminal, plain lines in a pipe, JSON for machines."""
+"""Output for its reader: colours and boxes on a terminal, plain lines in a pipe, JSON for programs."""
 
 import codecs
 import contextlib
@@ -13,17 +13,17 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvjax import strict_json
+from kvjax._util import strict_json
 
 _document: ContextVar[TextIO | None] = ContextVar("document", default=None)
-"""Where a command that was asked for JSON prints it."""
+"""Stream for the JSON output of a command with `--json`."""
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Within it nothing is said of how far anything is."""
+    """Hide progress within the `with` block."""
     token = _quiet.set(True)
     try:
         yield
@@ -32,28 +32,28 @@ def quietly() -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether the running command was asked to say nothing of how far it is."""
+    """Whether the running command hides progress."""
     return _quiet.get()
 
 
 def output() -> Console:
-    """Standard output; made anew each time, since programs that embed a command may redirect the stream."""
+    """Console for standard output. Not cached, as programs that embed a command may redirect the stream."""
     return Console(highlight=False, markup=False)
 
 
 def errors() -> Console:
-    """Standard error."""
+    """Console for standard error."""
     return Console(stderr=True, highlight=False, markup=False)
 
 
 def as_json() -> bool:
-    """Whether the running command was asked for JSON."""
+    """Whether the running command was called with `--json`."""
     return _document.get() is not None
 
 
 @contextlib.contextmanager
 def only_json() -> Iterator[None]:
-    """Standard output is for `print_json` alone; what else is printed goes to standard error."""
+    """Reserve standard output for `print_json`; other output goes to standard error."""
     token = _document.set(sys.stdout)
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -63,21 +63,22 @@ def only_json() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     stream = _document.get() or sys.stdout
     text = strict_json.dumps(value, indent=2)
     if codecs.lookup(stream.encoding or "utf-8").name != "utf-8":
-        text = json.dumps(json.loads(text), indent=2)  # all but ASCII escaped
+        text = json.dumps(json.loads(text), indent=2)  # escapes all non-ASCII characters
     print(text, file=stream, flush=True)
 
 
 def say(kind: str, message: str, in_json: bool | None = None, **more: str) -> None:
-    """A line on standard error, a JSON object where JSON was asked for.
+    """Print a line on standard error; with `--json`, a JSON object.
 
     Args:
         kind: "error", "warning" or "progress".
-        in_json: whether it was, for threads, which cannot tell.
-        more: what else an object says.
+        message: the text.
+        in_json: whether the command has `--json`; threads have to pass it.
+        more: further fields of the object.
     """
     if as_json() if in_json is None else in_json:
         print(strict_json.dumps({kind: message, **more}), file=sys.stderr, flush=True)
@@ -91,11 +92,13 @@ def say(kind: str, message: str, in_json: bool | None = None, **more: str) -> No
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), headers: bool = True
 ) -> None:
-    """A table fitted to the terminal; in a pipe, aligned columns, one line per row whatever its length.
+    """Print a table that fits the terminal. In a pipe, columns are aligned and each row is one line.
 
     Args:
-        right: columns of numbers, aligned to the right.
-        headers: show the names of the columns.
+        columns: names of the columns.
+        rows: texts of the cells.
+        right: columns to align to the right.
+        headers: whether to show the names of the columns.
     """
     console = output()
     fitted = console.is_terminal
@@ -118,12 +121,12 @@ def print_table(
 
 
 def size(count: int) -> str:
-    """Bytes for people, in powers of ten: 1.5 MB."""
+    """Format bytes in powers of ten, such as 1.5 MB."""
     return decimal(count)
 
 
 def shown(text: str, max_length: int = 600) -> str:
-    """The end of a long text, which is what a continuation follows."""
+    """End of a long text, which is the part that a continuation follows."""
     return text if len(text) <= max_length else "…" + text[-max_length:]
 
 

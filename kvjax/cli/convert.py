@@ -1,4 +1,4 @@
-"""`kvjax convert`: from one checkpoint format to another."""
+"""`kvjax convert`: convert a checkpoint to another format."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     format: Annotated[
         Literal["orbax", "safetensors"],
-        typer.Option(help="orbax loads fastest; safetensors also loads into transformers, unless in 8 or 4 bits."),
+        typer.Option(help="orbax loads fastest; transformers can load safetensors, unless they are in 8 or 4 bits."),
     ] = "orbax",
     dtype: DTypeOption = None,
     weights: WeightsOption = None,

@@ -1,4 +1,4 @@
-"""`kvjax draw`: a picture of what policies keep."""
+"""`kvjax draw`: draw which tokens policies keep."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +10,10 @@ from .console import errors
 from .hyperparameters import read_policies
 from .options import (
     BudgetOption,
-    CompilationCacheOption,
-    DTypeOption,
-    ModelOption,
+    ModelOptions,
     PromptArgument,
     PromptFileOption,
     SetOption,
-    TokenizerOption,
-    read_model,
     read_prompt,
 )
 from .progress import waiting
@@ -35,23 +31,21 @@ def draw(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to write.")
     ] = 64,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
-    dtype: DTypeOption = None,
-    compilation_cache: CompilationCacheOption = True,
+    *,
+    source: ModelOptions,
 ) -> None:
     """Draw which tokens policies keep.
 
-    Each policy continues the prompt; the picture shows what its cache holds after every token. Needs matplotlib.
+    Each policy continues the prompt. The picture shows the contents of its cache after every token. Needs matplotlib.
     """
-    from kvjax.arguments import amount
+    from kvjax._util.arguments import amount
     from kvjax.plots import kept_tokens, save
 
     chosen = read_policies(policies, budget, settings or (), "--policies")
     checks.picture(out)
     amount("max_new_tokens", max_new_tokens)
     text = read_prompt(prompt, prompt_file)
-    params = read_model(model, dtype, compilation_cache, tokenizer=tokenizer)
+    params = source.load()
     with waiting("Running " + ", ".join(policy.info.name for policy in chosen)):
         figure = kept_tokens(params, text, chosen, max_new_tokens)
     save(figure, out)

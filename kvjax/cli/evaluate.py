@@ -1,7 +1,6 @@
 """`kvjax eval`: one task under one policy, or several."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,35 +8,8 @@ import typer
 
 from . import checks, console
 from .hyperparameters import read_policies
-from .options import (
-    CompilationCacheOption,
-    DistributedOption,
-    DTypeOption,
-    EmbeddingOption,
-    JsonOption,
-    MeshOption,
-    ModelOption,
-    PrefillBlockOption,
-    SetOption,
-    TokenizerOption,
-    WeightsOption,
-    read_model,
-)
 from .progress import bar
-from .task_options import (
-    BatchOption,
-    ChatOption,
-    DataOption,
-    ExamplesOption,
-    LengthOption,
-    NewTokensOption,
-    QueryAwareOption,
-    SamplesOption,
-    SeedOption,
-    ShotsOption,
-    TextOption,
-    read_inputs,
-)
+from .task_options import EvaluationOptions, entries, value
 
 if TYPE_CHECKING:
     from kvjax.evals.measure import Outcome
@@ -48,12 +20,11 @@ def evaluate(
         str,
         typer.Argument(
             metavar="TASK",
-            help="perplexity, fidelity, needle-KIND, one of RULER's names (niah_single_1, vt, …), longbench-NAME, gsm8k, math500, aime, or "
-            "multi-query.",
+            help="perplexity, fidelity, needle-KIND, one of RULER's names (niah_single_1, vt, …), longbench-NAME, gsm8k, math500, aime, "
+            "multi-query, or your own as FILE.py:NAME.",
         ),
     ],
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
+    *,
     policy: Annotated[
         str,
         typer.Option("--policy", "--policies", "-p", help="Separated by commas; see `kvjax policies`."),
@@ -70,144 +41,83 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    settings: SetOption = None,
-    query_aware: QueryAwareOption = False,
-    length: LengthOption = None,
-    samples: SamplesOption = None,
-    seed: SeedOption = 0,
-    text: TextOption = None,
-    data: DataOption = None,
-    examples: ExamplesOption = None,
-    shots: ShotsOption = 8,
-    max_new_tokens: NewTokensOption = None,
-    history: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="What a question of multi-query follows: the one before it with its reference answer (reference) or the model's (own), or "
-            "none. [default: reference]",
-            show_default=False,
-        ),
-    ] = None,
-    score_by: Annotated[
-        str | None,
-        typer.Option(
-            "--score-by",
-            metavar="KIND",
-            help="Of multi-query: any or all of the reference answers, the first number, or f1. [default: any]",
-            show_default=False,
-        ),
-    ] = None,
-    depths: Annotated[
-        str | None, typer.Option(metavar="X[,X…]", help="Of needles, from 0 to 1.", show_default=False)
-    ] = None,
+    options: EvaluationOptions,
     window: Annotated[
         int | None,
-        typer.Option(min=2, max=checks.MAX_INT, help="Perplexity in windows of so many tokens.", show_default=False),
+        typer.Option(
+            min=2, max=checks.MAX_INT, help="Tokens of a window, to measure perplexity in windows.", show_default=False
+        ),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, max=checks.MAX_INT, help="From one window's start to the next's.", show_default=False),
+        typer.Option(
+            min=1, max=checks.MAX_INT, help="Tokens from the start of a window to the next.", show_default=False
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="JSON lines; a run that is there goes on.", show_default=False
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Result file, JSON lines; an interrupted run resumes from it. With several policies or budgets, a folder.",
+            show_default=False,
         ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw a needle task's map. Needs matplotlib.", show_default=False),
     ] = None,
-    batch: BatchOption = 4,
-    prefill_block: PrefillBlockOption = None,
-    mesh: MeshOption = None,
-    distributed: DistributedOption = False,
-    chat: ChatOption = None,
-    dtype: DTypeOption = None,
-    weights: WeightsOption = None,
-    embedding: EmbeddingOption = None,
-    compilation_cache: CompilationCacheOption = True,
-    as_json: JsonOption = False,
 ) -> None:
     """Measure policies on a task.
 
-    Prints the score, and the bytes that the cache held; of several policies or budgets, a table. With --out all answers are kept,
-    and an interrupted run goes on. --out is a file, or of several a folder.
+    Prints the score and the bytes of the cache; with several policies or budgets, a table. --out stores every answer, and an
+    interrupted run resumes from it.
     """
-    # All that can be told before the model is loaded is: mistakes show at once.
-    chosen = read_policies(policy, budget, settings or (), "--policy")
+    # Everything is checked before the model is loaded, as far as possible: mistakes show at once.
+    chosen = read_policies(policy, budget, options.settings or (), "--policy")
     several = len(chosen) > 1
-    more: dict[str, object] = {"window": window, "stride": stride, "max_new_tokens": max_new_tokens}
-    more |= {"history": history, "score_by": score_by}
-    if depths is not None:
-        more["depths"] = checks.numbers(depths, float, "--depths", "shares from 0 to 1", lambda depth: 0 <= depth <= 1)
-    inputs = read_inputs(length, samples, seed, text, data, examples, shots, **more)
+    inputs = options.inputs(window=window, stride=stride)
 
-    from kvjax.evals.measure import check, measure
-    from kvjax.evals.tasks import task_name
+    from kvjax.evals.measure import check, prepare
+    from kvjax.evals.tasks import find_task
     from kvjax.models.sharding import mesh_of
     from kvjax.runtime.processes import is_first
 
-    task = task_name(task)
-    if plot is not None and (out is None or several or not task.startswith("needle-")):
+    found = find_task(task)
+    name = found if isinstance(found, str) else found.name
+    if plot is not None and (out is None or several or not name.startswith("needle-")):
         raise typer.BadParameter(
             "give a needle task, one policy with one budget, and --out to keep its answers in", param_hint="--plot"
         )
-    check(task, inputs, chosen, prefill_block, over_mesh=mesh is not None)
+    check(found, inputs, chosen, options.prefill_block, over_mesh=options.mesh is not None)
     checks.destination(out, folder=several)
     checks.picture(plot)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)
+    params = options.load()
     outcomes = []
     with bar() as begin:
+        begin("Making the task")
+        ready = prepare(params, found, inputs, **options.how())
         for each in chosen:
             budgeted = each.info.name + (f"-{budget}" if (budget := getattr(each, "budget", None)) is not None else "")
-            outcome = measure(
-                params,
-                task,
-                inputs,
-                each,
-                query_aware=query_aware,
-                chat=chat,
-                batch=batch,
-                prefill_block=prefill_block,
-                out=out / f"{task}-{budgeted}.jsonl" if several and out is not None else out,
-                progress=begin(f"{task} · {budgeted}"),
-            )
-            outcomes.append(outcome)
+            file = out / f"{name}-{budgeted}.jsonl" if several and out is not None else out
+            outcomes.append(ready.run(each, file, begin(f"{name} · {budgeted}")))
     if plot is not None and out is not None and is_first(mesh_of(params)):
-        _draw(out, plot, task)
-    if as_json:
-        found = [dataclasses.asdict(outcome) for outcome in outcomes]
-        console.print_json(found if several else found[0])
+        _draw(out, plot, name)
+    if options.as_json:
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+        console.print_json(rows if several else rows[0])
     elif several:
-        _print_table(outcomes)
+        rows = [entries(outcome) for outcome in outcomes]
+        console.print_table(list(rows[0]), [list(row.values()) for row in rows], right=list(rows[0])[1:])
     else:
         _print(outcomes[0])
 
 
-def _print_table(outcomes: "Sequence[Outcome]") -> None:
-    columns = ["Policy", "Budget", outcomes[0].metric, "Cache", "Of full", "Tokens/s"]
-    rows = [
-        [
-            found.policy,
-            str(found.settings["budget"]) if found.budget_applies else "does not apply",
-            f"{found.value:.4f}",
-            console.size(round(found.cache_bytes)),
-            f"{100 * found.cache_bytes / found.full_cache_bytes:.1f} %",
-            "" if found.tokens_per_second is None else f"{found.tokens_per_second:.1f}",
-        ]
-        for found in outcomes
-    ]
-    console.print_table(columns, rows, right=columns[1:])
-
-
 def _print(outcome: "Outcome") -> None:
+    counted = "examples" if outcome.metric == "score" else "tokens"
     rows = [
-        [
-            outcome.metric,
-            f"{outcome.value:.4f} ({outcome.count} {'examples' if outcome.metric == 'score' else 'tokens'})",
-        ],
+        [outcome.metric, f"{value(outcome)} ({outcome.count} {counted})"],
         ["cache", f"{console.size(round(outcome.cache_bytes))}, full {console.size(round(outcome.full_cache_bytes))}"],
     ]
     if outcome.tokens_per_second is not None:
@@ -219,8 +129,8 @@ def _print(outcome: "Outcome") -> None:
     for label, found in outcome.details.items():
         if label in ("length", "depth", "level", "turn") and len(found) > 1:
             rows.append([f"by {label}", ", ".join(f"{value}: {score:.2f}" for value, score in found.items())])
-    for name, value in outcome.details.get("means", {}).items():
-        rows.append([name.replace("_", " "), f"{value:.4f}"])
+    for name, mean in outcome.details.get("means", {}).items():
+        rows.append([name.replace("_", " "), f"{mean:.4f}"])
     console.print_table(["", ""], rows, headers=False)
 
 

@@ -12,21 +12,13 @@ from . import checks, console
 from .hyperparameters import read_policy
 from .options import (
     BudgetOption,
-    CompilationCacheOption,
-    DistributedOption,
-    DTypeOption,
-    EmbeddingOption,
     JsonOption,
-    MeshOption,
-    ModelOption,
+    MeshModelOptions,
     PolicyOption,
     PrefillBlockOption,
     PromptArgument,
     PromptFileOption,
     SetOption,
-    TokenizerOption,
-    WeightsOption,
-    read_model,
     read_prompt,
 )
 from .progress import bar, waiting
@@ -40,30 +32,34 @@ if TYPE_CHECKING:
 def generate(
     prompt: PromptArgument = None,
     prompt_file: PromptFileOption = None,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
+    *,
+    source: MeshModelOptions,
     policy: PolicyOption = "full",
     budget: BudgetOption = None,
     settings: SetOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", max=checks.MAX_INT, help="Most tokens to write.")
+        int, typer.Option("--max-new-tokens", "-n", max=checks.MAX_INT, help="Maximum number of tokens to generate.")
     ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_k: Annotated[
         int | None,
-        typer.Option(max=checks.MAX_INT, help="Sample from this many most probable tokens.", show_default=False),
+        typer.Option(max=checks.MAX_INT, help="Sample from this many of the most probable tokens.", show_default=False),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample from the most probable tokens of this much probability in all.", show_default=False),
+        typer.Option(
+            help="Sample from the smallest set of most probable tokens with this total probability.", show_default=False
+        ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample from tokens at least this probable, relative to the most probable.", show_default=False
+            help="Sample from tokens with at least this fraction of the highest probability.", show_default=False
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed samples the same text.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Sampling seed; the same seed gives the same text.")
+    ] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this string; repeatable.", show_default=False)
     ] = None,
@@ -73,37 +69,31 @@ def generate(
     system: Annotated[
         str | None, typer.Option(help="System message before it; implies --chat.", show_default=False)
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the model's end token.")] = False,
     prefill_block: PrefillBlockOption = None,
-    mesh: MeshOption = None,
-    distributed: DistributedOption = False,
-    dtype: DTypeOption = None,
-    weights: WeightsOption = None,
-    embedding: EmbeddingOption = None,
-    compilation_cache: CompilationCacheOption = True,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the summary line even if nobody watches.")
+        bool, typer.Option("--verbose", "-v", help="Print the summary line even if standard error is not a terminal.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text.
 
-    The KV cache is kept by a policy, within a budget. Text goes to standard output as it comes.
+    A policy keeps the KV cache within a budget. Text is printed to standard output as it is generated.
     """
-    from kvjax.arguments import amount
+    from kvjax._util.arguments import amount
     from kvjax.policies.unbound import check_unbound
     from kvjax.runtime.sampling import make_sampler
 
-    chosen = read_policy(policy, budget, settings)  # before the model is loaded: mistakes show at once
-    if not 0 <= temperature <= 1e38:  # of more float32 makes infinity
+    chosen = read_policy(policy, budget, settings)  # before the model is loaded, so that errors appear at once
+    if not 0 <= temperature <= 1e38:  # larger numbers overflow float32
         raise ValueError(f"temperature={temperature}; give 0 (greedy) or more")
     make_sampler(temperature, top_k, top_p, min_p)
-    check_unbound(chosen, prefill_block, over_mesh=mesh is not None)
+    check_unbound(chosen, prefill_block, over_mesh=source.mesh is not None)
     amount("max_new_tokens", max_new_tokens)
     if not all(stop or ()):
         raise ValueError(f"stop={stop}; give strings that are not empty")
     text = read_prompt(prompt, prompt_file, empty=chat or system is not None)
-    params = read_model(model, dtype, compilation_cache, weights, embedding, mesh, distributed, tokenizer)
+    params = source.load()
     request: Any = text
     if chat or system is not None:
         request = [{"role": "user", "content": text}]
@@ -122,7 +112,7 @@ def generate(
         "prefill_block": prefill_block,
     }
     if as_json:
-        _print_result(params, model, chosen, request, options)
+        _print_result(params, source.model, chosen, request, options)
     else:
         _print_text(params, text, request, options, verbose)
 
@@ -155,7 +145,7 @@ def _print_result(
 def _print_text(params: "Params", text: str, request: Any, options: dict[str, Any], verbose: bool) -> None:
     import kvjax
 
-    # Both programs are compiled by the time of the second piece; a bar must not draw into a line of text.
+    # Both programs are compiled before the second piece. A bar must not be drawn into a line of text.
     with bar() as begin:
         pieces = _Pieces(kvjax.stream(params, request, **options, progress=begin("Compiling and reading")))
         written = iter(pieces)
@@ -173,7 +163,7 @@ def _print_text(params: "Params", text: str, request: Any, options: dict[str, An
 
 
 class _Pieces:
-    """The text of `kvjax.stream` piece by piece, and after the last one its `result`."""
+    """Iterates over the pieces of `kvjax.stream`. After the last piece, `result` is the `Generation`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -186,7 +176,7 @@ def _summary(result: "Generation") -> str:
     stats = result.stats
     parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens"]
     if stats.prefill_block is not None:
-        parts.append(f"prompt read {stats.prefill_block} at a time")
+        parts.append(f"prompt prefilled {stats.prefill_block} tokens at a time")
     if stats.decode_seconds > 0:
         parts.append(f"{stats.decode_tokens_per_second:.1f} tokens/s")
     on_host = f" and {console.size(stats.host_cache_bytes)} on the host" if stats.host_cache_bytes else ""
@@ -195,9 +185,9 @@ def _summary(result: "Generation") -> str:
         f"cache {console.size(stats.cache_bytes)}{on_host}, full {console.size(stats.full_cache_bytes)}{on_each}"
     )
     if stats.head_copies > 1:
-        parts.append(f"the same on {stats.head_copies} of them")
+        parts.append(f"replicated on {stats.head_copies} of them")
     if stats.repeated_cache_bytes:
-        parts.append(f"{console.size(stats.repeated_cache_bytes)} of it the same on {stats.slot_devices}")
+        parts.append(f"{console.size(stats.repeated_cache_bytes)} of it replicated on {stats.slot_devices}")
     parts.append(f"reads {console.size(stats.step_bytes_read)} per step")
     if stats.hit_rate is not None:
         parts.append(f"{100 * stats.hit_rate:.0f} % of selected tokens on the device")

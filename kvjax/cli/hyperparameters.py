@@ -1,4 +1,4 @@
-"""From `--policy`, `--budget` and `--set name=value` to a policy."""
+"""Builds policies from `--policy`, `--budget` and `--set name=value`."""
 
 import dataclasses
 import typing
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
-from kvjax.settings import parse_value, split_setting
-from kvjax.suggestions import hint
+from kvjax._util.settings import parse_value, split_setting
+from kvjax._util.suggestions import hint
 
 from . import checks
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = None) -> "Policy":
-    """The policy that `--policy`, `--budget` and `--set` ask for.
+    """Policy of `--policy`, `--budget` and `--set`.
 
     Raises:
-        PolicyError: it does not exist, or does not take these values.
+        PolicyError: the policy is unknown, or does not accept these values.
     """
     from kvjax.policies import PolicyError
     from kvjax.policies.registry import replaced
@@ -36,9 +36,9 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
     policy = parse_policy(text)
     hints = {"budget": int | float} | typing.get_type_hints(
         type(policy)
-    )  # every policy takes one, if only to ignore it
+    )  # every policy accepts a budget, if only to ignore it
     fields = {field.name for field in dataclasses.fields(policy)} | {"budget"}
-    values: dict[str, Any] = dict(given)  # unknown names go through as they are, to be refused with the names of all
+    values: dict[str, Any] = dict(given)  # unknown names are kept, so that the error lists the known ones
     for key in given.keys() & fields:
         try:
             values[key] = parse_value(given[key], hints[key])
@@ -52,11 +52,11 @@ def read_policy(text: str, budget: str | None, settings: Sequence[str] | None = 
 
 
 _LONG = 1 << 30
-"""Tokens of a text so long that a budget which is too small for it is too small for any."""
+"""Number of tokens at which a budget that is too small is too small for any text."""
 
 
 def _check_files(policy: Any) -> None:
-    """Read the files that a policy names, and those that the policies within it name."""
+    """Validate the files that a policy names, including those of policies within it."""
     _check_profile(policy)
     _check_weights(policy)
     for field in dataclasses.fields(policy):
@@ -71,7 +71,7 @@ def _check_profile(policy: "Policy") -> None:
     from kvjax.policies.profile import load
 
     profile = getattr(policy, "profile", None)
-    if isinstance(profile, str) and profile not in METHODS:
+    if isinstance(profile, str) and profile not in METHODS and policy.info.name in METHODS:
         load(profile, METHODS[policy.info.name].profile)
 
 
@@ -86,13 +86,16 @@ def _check_weights(policy: "Policy") -> None:
 def read_policies(names: str, budgets: str | None, settings: Sequence[str], option: str) -> "list[Policy]":
     """Every policy at every budget, both separated by commas.
 
-    A policy without a budget is there once. Settings go to those policies that have them; one of them at least must.
+    A policy without a budget occurs once. A setting applies to the policies that have it; at least one has to.
 
     Args:
-        option: which names the policies.
+        names: the policies.
+        budgets: the budgets; None for the policies' defaults.
+        settings: texts ``name=value``.
+        option: the option that names the policies.
 
     Raises:
-        PolicyError: a policy does not exist, does not take these values, or a setting is none's.
+        PolicyError: a policy is unknown or does not accept these values, or no policy has a setting.
     """
     from kvjax.policies import PolicyError
     from kvjax.policies.text import parse_policy, split_policies
@@ -118,10 +121,10 @@ def read_policies(names: str, budgets: str | None, settings: Sequence[str], opti
 
 
 def read_settings(cls: type[T], settings: Sequence[str]) -> T:
-    """A dataclass of settings from `--set name=value`, what is not set at its default.
+    """Build a dataclass of settings from `--set name=value`. Other fields keep their defaults.
 
     Raises:
-        ValueError: there is no such setting, or it does not take that value.
+        ValueError: the setting is unknown, or does not accept the value.
     """
     hints = {field.name: typing.get_type_hints(cls)[field.name] for field in dataclasses.fields(cast(Any, cls))}
     values = {}

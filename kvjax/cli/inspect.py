@@ -1,4 +1,4 @@
-"""`kvjax inspect`: what a model is, and what its cache costs."""
+"""`kvjax inspect`: describe a model and the memory of its cache."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def inspect(
     prompt_len: Annotated[
         int | None,
         typer.Option(
-            min=0, max=checks.MAX_INT, help="Tokens of prompt. [default: the trained window]", show_default=False
+            min=0, max=checks.MAX_INT, help="Prompt tokens. [default: the trained window]", show_default=False
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -46,11 +46,10 @@ def inspect(
     ] = 128,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe a model, and what its cache costs.
+    """Describe a model, and the memory of its cache.
 
-    Shown are architecture, parameters, and the memory that each policy needs for one sequence. Only headers are read.
-    What fits in `--memory` is weights and the cache of one sequence; the activations of a prompt come
-    on top.
+    Shows architecture, parameters, and the memory that each policy needs for one sequence. Only headers are read.
+    `--memory` counts the weights and the cache of one sequence; activations of a prompt come in addition.
     """
     from kvjax.conversion import describe
     from kvjax.runtime.memory import parse_bytes
@@ -90,7 +89,7 @@ def _report(
         caches.append(entry)
         try:
             policy = policy.bind(config)
-        except PolicyError as error:  # it needs to know this model's heads, and does not
+        except PolicyError as error:  # it needs a profile of this model's heads, which is missing
             entry |= {"cache_bytes": None, "fits": None, "refused": str(error)}
             continue
         entry["cache_bytes"] = policy.nbytes(config, 1, prompt_len, max_new_tokens, dtype)

@@ -1,4 +1,4 @@
-"""What Ctrl-C does while libraries start up, which take an exception out of nowhere badly: JAX crashes, or goes on as if nothing were."""
+"""Handles Ctrl-C while libraries start up. JAX may crash on an exception there, or ignore it."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process without an exception; for blocks that have nothing to clean up.
+    """Make Ctrl-C end the process without an exception, in blocks that have nothing to clean up.
 
-    Nothing changes where a program that embeds the command line handles Ctrl-C itself, or runs it in another thread.
+    Does nothing if a program that embeds the command line handles Ctrl-C itself, or runs it in another thread.
     """
     try:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -30,7 +30,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def start_jax(devices: bool = False) -> None:
-    """Import JAX, and with `devices` have it find its devices, which can take seconds."""
+    """Import JAX, which takes seconds. With `devices`, also initialise its devices."""
     with ending_at_once():
         import jax
 

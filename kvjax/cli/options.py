@@ -1,15 +1,16 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvjax.standard_streams import reason
-from kvjax.texts import read_text
-from kvjax.user_files import TEXT_BYTES
+from kvjax._util.standard_streams import reason
+from kvjax._util.texts import read_text
+from kvjax._util.user_files import TEXT_BYTES
 
 from . import checks, console
 from .interruption import start_jax
@@ -39,14 +40,16 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
-PolicyOption = Annotated[str, typer.Option("--policy", "-p", help="How the cache is kept; see `kvjax policies`.")]
+PolicyOption = Annotated[
+    str, typer.Option("--policy", "-p", help="How the KV cache is compressed; see `kvjax policies`.")
+]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
         "--budget",
         "-b",
         metavar="N|FRACTION",
-        help="Cache slots per head: tokens (256), or a fraction of prompt + new (0.2). [default: the policy's own]",
+        help="Cache slots per head: tokens (256), or a fraction of prompt + new tokens (0.2). [default: the policy's own]",
         show_default=False,
     ),
 ]
@@ -66,8 +69,8 @@ WeightsOption = Annotated[
     Weights | None,
     typer.Option(
         "--weights",
-        help="How matrices of the layers are held in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: floats from a GGUF file, "
-        "else as stored]",
+        help="Type of the layers' matrices in memory; as-stored keeps GGUF, GPTQ, AWQ and compressed-tensors. [default: float for a GGUF file, "
+        "otherwise as-stored]",
         show_default=False,
     ),
 ]
@@ -75,7 +78,7 @@ EmbeddingOption = Annotated[
     Weights | None,
     typer.Option(
         "--embedding",
-        help="The same, of embedding and head. [default: as stored if weights are, else float]",
+        help="Type of embedding and head in memory. [default: as-stored if --weights is, otherwise float]",
         show_default=False,
     ),
 ]
@@ -84,7 +87,7 @@ TokenizerOption = Annotated[
     typer.Option(
         "--tokenizer",
         metavar="SRC",
-        help="Use this tokenizer in place of the model's own: a directory with tokenizer.json, a GGUF file, or a hub id.",
+        help="Tokenizer that replaces the model's: a directory with tokenizer.json, a GGUF file, or a hub id.",
         show_default=False,
     ),
 ]
@@ -93,7 +96,7 @@ PrefillBlockOption = Annotated[
     typer.Option(
         min=1,
         max=checks.MAX_INT,
-        help="Read prompts so many tokens at a time, with compression between; by default whole, if they fit.",
+        help="Tokens of a block for chunked prefill; the policy compresses after each block. [default: whole prompts, if they fit in memory]",
         show_default=False,
     ),
 ]
@@ -101,8 +104,8 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         metavar="AXES",
-        help="Devices to run over, such as model=4 or data=2,model=4: rows are dealt along data, the model along model, the cache's slots "
-        "along sequence.",
+        help="Devices to run over, such as model=4 or data=2,model=4. Sequences are sharded along data, the model along model, slots of the "
+        "cache along sequence.",
         show_default=False,
     ),
 ]
@@ -110,8 +113,8 @@ DistributedOption = Annotated[
     bool,
     typer.Option(
         "--distributed",
-        help="This is one of several processes that share the mesh, of a launcher that JAX knows (Slurm, MPI, Kubernetes, TPU pods) or "
-        "by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; only the first prints.",
+        help="Run as one of several processes that share the mesh, started by a launcher that JAX supports (Slurm, MPI, Kubernetes, TPU pods) or "
+        "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Only the first process prints.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
@@ -120,59 +123,75 @@ CompilationCacheOption = Annotated[
     typer.Option(
         "--compilation-cache/--no-compilation-cache",
         envvar="KVJAX_COMPILATION_CACHE",
-        help="Keep compiled programs on disk, so that the next run starts sooner.",
+        help="Keep compiled programs on disk, so that the next run starts faster.",
     ),
 ]
 
 
-def read_model(
-    source: str | None,
-    dtype: str | None,
-    compilation_cache: bool,
-    weights: str | None = None,
-    embedding: str | None = None,
-    mesh: str | None = None,
-    distributed: bool = False,
-    tokenizer: str | None = None,
-) -> "Params":
-    """Load the model of a command; compiled programs are kept on disk if the user has not said otherwise."""
-    from kvjax.conversion import load
-    from kvjax.models.sharding import get_mesh
-    from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Which model a command loads."""
 
-    if distributed:
-        if mesh is None:
-            raise typer.BadParameter(
-                "processes share a mesh; give one of all their devices, such as --mesh data=2",
-                param_hint="--distributed",
-            )
-        join_processes()
-    start_jax(devices=True)
-    os.environ[VARIABLE] = str(int(compilation_cache))
-    keep_unless_refused()
-    if mesh is not None:
-        get_mesh(mesh)  # before anything is downloaded
-    with unwatched("Loading the model"):
-        matrices, ends = spelt(weights), spelt(embedding)
-        show = False if console.is_quiet() else None
-        return load(
-            source, dtype=dtype, weights=matrices, embedding=ends, tokenizer=tokenizer, mesh=mesh, progress=show
-        )
+    model: ModelOption = None
+    tokenizer: TokenizerOption = None
+    dtype: DTypeOption = None
+    compilation_cache: CompilationCacheOption = True
+
+    def load(self) -> "Params":
+        """Load the model. Compiled programs are stored on disk, unless the user has disabled that."""
+        return self._load()
+
+    def _load(self, **more: Any) -> "Params":
+        from kvjax.conversion import load
+        from kvjax.models.sharding import get_mesh
+        from kvjax.runtime.disk_cache import VARIABLE, keep_unless_refused
+
+        start_jax(devices=True)
+        os.environ[VARIABLE] = str(int(self.compilation_cache))
+        keep_unless_refused()
+        if more.get("mesh") is not None:
+            get_mesh(more["mesh"])  # before anything is downloaded
+        with unwatched("Loading the model"):
+            show = False if console.is_quiet() else None
+            return load(self.model, dtype=self.dtype, tokenizer=self.tokenizer, progress=show, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshModelOptions(ModelOptions):
+    """Which model a command loads, how its weights are stored, and over which devices it runs."""
+
+    weights: WeightsOption = None
+    embedding: EmbeddingOption = None
+    mesh: MeshOption = None
+    distributed: DistributedOption = False
+
+    def load(self) -> "Params":
+        """Load the model, on the mesh if there is one."""
+        if self.distributed:
+            if self.mesh is None:
+                raise typer.BadParameter(
+                    "processes share a mesh; give one of all their devices, such as --mesh data=2",
+                    param_hint="--distributed",
+                )
+            join_processes()
+        return self._load(weights=spelt(self.weights), embedding=spelt(self.embedding), mesh=self.mesh)
 
 
 def spelt(weights: str | None) -> str | None:
-    """A kind of weights as Python has it."""
+    """Kind of weights, spelled as in Python."""
     return None if weights is None else weights.replace("-", " ")
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, empty: bool = False) -> str:
-    """The prompt, less one newline at the end of a file or stream: editors and `echo` put it there, not the author.
+    """Read the prompt. One newline at the end of a file or stream is dropped, as editors and `echo` add it.
 
     Args:
-        empty: whether it may be empty, as a message of a chat may.
+        prompt: the prompt as an argument; None or "-" reads standard input.
+        file: file with the prompt.
+        empty: whether the prompt may be empty, as chat messages may.
 
     Raises:
-        ValueError: it is empty, or not text.
+        ValueError: the prompt is empty, or not text.
         OSError: the file cannot be read.
     """
     text = _read_prompt(prompt, file)

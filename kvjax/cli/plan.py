@@ -1,11 +1,11 @@
-"""`kvjax plan`: whether a model, a policy and a context fit some devices, and how fast they may be."""
+"""`kvjax plan`: whether a model, a policy and a context fit some devices, and how fast decoding can be."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.settings import parse_value
+from kvjax._util.settings import parse_value
 
 from . import checks, console
 from .hyperparameters import read_policy
@@ -22,12 +22,12 @@ def plan(
         typer.Option("--device", help="t4, l4, a100-40, a100-80, h100, h200, v5e, v5p, v6e, or cpu with --memory."),
     ],
     model: ModelOption = None,
-    count: Annotated[int, typer.Option(min=1, max=4096, help="Devices, alike and of one host.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=4096, help="Number of devices, of the same kind on one host.")] = 1,
     mesh: Annotated[
         str | None,
         typer.Option(
             metavar="AXES",
-            help="How they share the work, such as data=2,model=4. [default: every way, along sequence where KV heads cannot be dealt to "
+            help="Mesh of the devices, such as data=2,model=4. [default: every mesh, with sequence where KV heads cannot be sharded over "
             "more devices]",
             show_default=False,
         ),
@@ -37,14 +37,14 @@ def plan(
         typer.Option(
             min=1,
             max=checks.MAX_INT,
-            help="Tokens of prompt in each row. [default: the trained window]",
+            help="Prompt tokens per sequence. [default: the trained window]",
             show_default=False,
         ),
     ] = None,
     new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to write.")
     ] = 128,
-    batch: Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Rows, over all devices.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=checks.MAX_INT, help="Number of sequences over all devices.")] = 1,
     policy: PolicyOption = "full",
     budget: Annotated[
         str | None,
@@ -52,7 +52,7 @@ def plan(
             "--budget",
             "-b",
             metavar="N|FRACTION",
-            help="Cache slots per head, of a policy that is given without. [default: the policy's own]",
+            help="Cache slots per head, for a policy without a budget. [default: the policy's own]",
             show_default=False,
         ),
     ] = None,
@@ -65,13 +65,13 @@ def plan(
         ),
     ] = None,
     embedding: EmbeddingOption = None,
-    dtype: Annotated[DType, typer.Option(help="Type of floats, and of the cache.")] = "bfloat16",
+    dtype: Annotated[DType, typer.Option(help="Type of unquantised weights and of the cache.")] = "bfloat16",
     prefill_block: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=checks.MAX_INT,
-            help="Tokens of the prompt to read at a time. [default: 4096 where the policy can]",
+            help="Chunked prefill: tokens per block. [default: 4096 if the policy supports it]",
             show_default=False,
         ),
     ] = None,
@@ -87,23 +87,23 @@ def plan(
         bool,
         typer.Option(
             "--compile",
-            help="Ask the compiler what the best way holds, where it is here: libtpu for TPUs, XLA for cpu. Takes minutes.",
+            help="Compile the best way for XLA's memory analysis, if the compiler is installed: libtpu for TPUs, XLA for cpu. Takes minutes.",
         ),
     ] = False,
     fit: Annotated[
         bool,
         typer.Option(
             "--fit",
-            help="Propose what loses least and fits: with the widest weights, else the largest budget.",
+            help="Propose one way that fits, with the least quantisation, or else the largest budget.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what fits some devices, and how fast it may be; neither they nor weights are needed.
+    """Estimate what fits some devices, and how fast decoding can be. Needs neither the devices nor weights.
 
-    A row for each way to share the model among the devices and each kind of weights: what each device holds, the largest batch, and the
-    milliseconds per token that its memory's bandwidth allows. `--model` is whatever `kvjax inspect` takes, a `config.json`, a
-    hub id without its weights, or a shape such as llama-3.1-70b, which needs no connection.
+    There is one row for each mesh and kind of weights: memory on each device, the largest batch, and the milliseconds
+    per token that the memory bandwidth allows. `--model` accepts whatever `kvjax inspect` does, a `config.json`, a hub
+    id without its weights, or a preset such as llama-3.1-70b, which needs no connection.
     """
     from kvjax.conversion.checkpoint import KINDS
     from kvjax.planning import plan as planned
@@ -115,7 +115,7 @@ def plan(
     for kind in kinds or ():
         if kind not in KINDS:
             raise typer.BadParameter(f"{kind!r}: give {', '.join(KINDS)}", param_hint="--weights")
-    # Shares of kinds of heads are no hyperparameters.
+    # Fractions of kinds of heads are not hyperparameters.
     shares = "share_" in policy
     chosen: Any = policy if shares else read_policy(policy, budget)
     available = None if memory is None else parse_bytes(memory)
@@ -164,11 +164,11 @@ def _print(ways: "tuple[Plan, ...]") -> None:
     facts = {
         "Devices": f"{first.count} x {first.device}, {console.size(first.memory)} each",
         "Policy": first.policy,
-        "Sequence": f"{first.context} + {first.new_tokens} tokens, the prompt read {read}",
+        "Sequence": f"{first.context} + {first.new_tokens} tokens, prompt prefilled {read}",
         "Memory": "workspace by the compiler in the first row, else by formula"
         if first.memory_by == "compiler"
         else "by formula",
-        "Time": "what a step reads over the bandwidth of the data sheet" + _sums(ways),
+        "Time": "bytes that a step reads over the bandwidth of the data sheet" + _sums(ways),
     }
     console.print_table(["", ""], list(facts.items()), headers=False)
     print()
@@ -198,7 +198,11 @@ def _sums(ways: "tuple[Plan, ...]") -> str:
     if not any(way.sums for way in ways):
         return ""
     measured = any(way.sums and way.sums_ms is not None for way in ways)
-    return ", and sums over devices as measured on two" if measured else "; sums over devices are not in it, unmeasured"
+    return (
+        ", and all-reduces as measured on two"
+        if measured
+        else "; all-reduces are not included, as they are not measured"
+    )
 
 
 def _row(way: "Plan") -> list[str]:

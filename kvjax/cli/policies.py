@@ -1,4 +1,4 @@
-"""`kvjax policies`: what there is to choose from."""
+"""`kvjax policies`: list the cache policies."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ from .options import JsonOption
 def policies(as_json: JsonOption = False) -> None:
     """List the cache policies.
 
-    What each keeps, what becomes of the memory of the rest (freed, only not read, or held in fewer bits), whether it compresses
-    the prompt, while decoding, or both, whether tokens stay at their original positions or take their place in the cache,
-    and hyperparameters with their defaults.
+    For each policy: what it keeps, the memory of the other tokens (freed, kept but not read, or quantised), and when it
+    compresses (the prompt, while decoding, or both). Also whether tokens keep their original positions or are
+    renumbered within the cache, and the hyperparameters with their defaults.
     """
     from kvjax.policies import policies as registered
 

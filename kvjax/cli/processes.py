@@ -1,24 +1,24 @@
-"""A command run by several processes at once, which share a mesh."""
+"""Connects the processes of a command that runs over a mesh of several processes."""
 
 import os
 import sys
 from typing import Any
 
 HEARTBEAT = 10
-"""Seconds without a sign of life after which a process is given up, and the others end."""
+"""Seconds without a heartbeat after which a process counts as lost, and the others end."""
 
 
 def join_processes() -> None:
-    """Meet the other processes; from here on all but the first print nothing to standard output.
+    """Connect to the other processes. Afterwards, only the first process prints to standard output.
 
     Raises:
-        ValueError: nothing tells which processes there are.
+        ValueError: the processes are not configured.
     """
     import jax
 
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}  # JAX itself reads the address alone
+    told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}  # JAX itself reads only the address
     try:
         numbers: dict[str, Any] = {
             name: int(os.environ[variable]) for name, variable in told.items() if variable in os.environ
@@ -31,4 +31,4 @@ def join_processes() -> None:
         ) from None
     if jax.process_index() > 0:
         sys.stdout.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever holds the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for whoever holds the stream

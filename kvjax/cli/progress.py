@@ -1,4 +1,4 @@
-"""How far something is: a bar or a spinner on a terminal, and elsewhere (logs, pipes) plain lines; with `--quiet` nothing."""
+"""Progress of a command: a bar or spinner on a terminal, plain lines elsewhere (logs, pipes), nothing with `--quiet`."""
 
 import threading
 import time
@@ -9,15 +9,15 @@ from typing import Any
 from . import console
 
 PATIENCE, EVERY = 2.0, 10.0
-"""Seconds until the first line, and at least from one line to the next."""
+"""Seconds until the first line, and minimum between two lines."""
 
 Begin = Callable[[str], Callable[[int, int], Any]]
-"""Begins something with a title, which takes the place of what went on before; gives what to call with what is done, and in all."""
+"""Begins a task with a title, and ends the previous one. Returns a callback for the finished and total amounts."""
 
 
 @contextmanager
 def bar() -> Iterator[Begin]:
-    """A bar with the time left for each thing that is begun."""
+    """A progress bar with the remaining time of each task."""
     if console.is_quiet():
         yield lambda title: lambda done, total: None
         return
@@ -41,7 +41,7 @@ def bar() -> Iterator[Begin]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # What is printed meanwhile appears above the bar; where it goes to a file or a pipe, rich is not to catch it.
+    # On a terminal, other output appears above the bar. Output to a file or pipe must not be captured by rich.
     with Progress(*columns, console=console.errors(), transient=True, redirect_stdout=console.on_terminal()) as shown:
 
         def begin(title: str) -> Callable[[int, int], Any]:
@@ -55,7 +55,7 @@ def bar() -> Iterator[Begin]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A spinner for as long as the block runs."""
+    """A spinner while the block runs."""
     if _watched() and not console.is_quiet():
         from rich.text import Text
 
@@ -68,7 +68,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def unwatched(what: str) -> Iterator[None]:
-    """Lines, but where there is no terminal alone: on one, what the block runs draws a bar of its own."""
+    """Lines while the block runs, if there is no terminal. On a terminal, the block draws a bar of its own."""
     if _watched() or console.is_quiet():
         yield
         return
@@ -84,8 +84,8 @@ def _watched() -> bool:
 
 @contextmanager
 def _lines() -> Iterator[Begin]:
-    """Lines from a thread of their own: what is told may be compiling for minutes."""
-    from kvjax.conversion.progress import pause  # not above: this imports JAX, and `--help` does not wait for that
+    """Lines printed by a thread, as a task may compile for minutes."""
+    from kvjax.conversion.progress import pause  # imported late, as this imports JAX and `--help` must not wait for it
 
     said: dict[str, Any] = {}
     over, as_json = threading.Event(), console.as_json()

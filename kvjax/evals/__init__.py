@@ -1,4 +1,4 @@
-"""Measuring what a policy costs in quality."""
+"""Measure the effect of a policy on quality: tasks, perplexity and fidelity of attention."""
 
 from . import ruler as ruler
 from .gsm8k import GSM8K as GSM8K

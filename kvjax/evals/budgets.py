@@ -1,75 +1,58 @@
-"""Budgets at which policies hold the same bytes: a nominal ratio means different things to different methods."""
+"""Budgets at which policies hold the same bytes: equal budgets are unequal memory, as each method counts something else."""
 
-import dataclasses
 from typing import Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
-from kvjax.runtime.engine import Engine
+
+from .plan import Plan
 
 _STEP, _TRIES = 32, 64
-"""Tokens between the larger budgets that are tried, at least; and how many are tried, at most."""
+"""Minimum number of tokens between the larger budgets that are tried, and maximum number of tries."""
 
 
 def bytes_held(policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any) -> int:
-    """Bytes that one row holds, on device and host together."""
+    """Bytes that one sequence holds, on device and host together."""
     shape = config, 1, prompt, new, dtype
     return policy.nbytes(*shape) + policy.host_nbytes(*shape)
 
 
-def row_bytes(
-    policy: Policy, config: ModelConfig, prompt: int, new: int, dtype: Any, block: int | None = None
-) -> dict[str, int]:
-    """Bytes that one row holds as one device has it, whatever mesh it is on, by the names that result files have for them.
-
-    Args:
-        prompt, new: tokens of the longest prompt of the batch, and room for new ones.
-        block: tokens of a block, where prompts are read in blocks.
-    """
-    engine = Engine(config, policy, prompt_len=prompt, max_new_tokens=new, block=block, dtype=dtype)
-    names = "cache_bytes", "host_cache_bytes", "full_cache_bytes"
-    return {name: getattr(engine, name) for name in names}
-
-
-def matched(policy: Policy, target: int, config: ModelConfig, prompt: int, new: int, dtype: Any) -> Policy:
-    """The policy with the largest budget, in tokens, at which it holds no more than `target` bytes.
-
-    Args:
-        prompt, new: tokens of the longest prompt and room for new ones.
+def matched(policy: Policy, target: int | float, plan: Plan) -> Policy:
+    """The policy with the largest budget, in tokens, at which it holds at most `target` bytes per example of a plan.
 
     Returns:
-        Where the policy holds more whatever its budget, it with the smallest one that works; a policy without a budget as it is.
+        The policy with that budget. If it holds more bytes at every budget, the policy with the smallest budget that works. A policy
+        without a budget is returned unchanged.
 
     Raises:
-        PolicyError: no budget works for a sequence of this length.
+        PolicyError: no budget works for sequences of these lengths.
     """
-    if "budget" not in {field.name for field in dataclasses.fields(policy)}:
+    if not hasattr(policy, "budget"):
         return policy
 
     def fits(budget: int) -> bool | None:
-        """Whether that budget's bytes do; None where the policy cannot work with it, as with one too small."""
+        """Whether the policy holds at most `target` bytes; None if it cannot work with this budget, as with one too small."""
         try:
-            tried = get_policy(policy, budget=budget).bind(config)
-            tried.validate(prompt + new)
-            return bytes_held(tried, config, prompt, new, dtype) <= target
+            return plan.bytes_held(get_policy(policy, budget=budget)) <= target
         except PolicyError:
             return None
 
-    low, high = 0, prompt + new + 1  # what fits or is too small, and what does not fit or is all there is
+    # `low` fits or is too small to work; `high` does not fit, or is more than the longest sequence has.
+    low, high = 0, plan.longest + 1
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle) is False:
             high = middle
         else:
             low = middle
-    # Some policies hold less at a larger budget, where sizes of layers are rounded: a larger one may fit as well.
+    # Sizes of layers are rounded, so some policies hold fewer bytes at a larger budget: a larger one may fit, too.
     step = max(_STEP, low // _TRIES)
-    low = next((larger for larger in range(min(2 * low, prompt + new), low, -step) if fits(larger)), low)
+    low = next((larger for larger in range(min(2 * low, plan.longest), low, -step) if fits(larger)), low)
     if low and fits(low):
         return get_policy(policy, budget=low)
-    working = next((budget for budget in range(high, prompt + new + 1) if fits(budget) is not None), None)
+    working = next((budget for budget in range(high, plan.longest + 1) if fits(budget) is not None), None)
     if working is None:
         raise PolicyError(
-            f"{policy.info.name}: no budget up to {prompt + new} tokens works for a sequence of that length"
+            f"{policy.info.name}: no budget up to {plan.longest} tokens works for a sequence of that length"
         )
     return get_policy(policy, budget=working)

@@ -1,4 +1,4 @@
-"""The state of a long reading on disk, so that an interrupted one goes on where it was."""
+"""The state of a long text on disk, so that an interrupted run resumes."""
 
 import json
 import time
@@ -10,19 +10,19 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files, user_files
+from kvjax._util import files, user_files
 
 _REST_BYTES = 1 << 28
-"""Of a file, besides the caches: scores of 64 million tokens."""
+"""Maximum size of a file besides its caches: the scores of 64 million tokens."""
 
 
 class Checkpoint:
-    """Caches, what has been measured so far, and how far the text has been read, in one `.npz` file.
+    """Caches, scores so far, and the position in the text, in one `.npz` file.
 
     Args:
-        path: the file; written whole or not at all.
-        run: what makes the run what it is, as JSON takes it: a file of another run is refused.
-        seconds: least time between two writes.
+        path: the file; it is replaced atomically.
+        run: settings that identify the run, as JSON; a file with other settings is refused.
+        seconds: minimum time between two writes.
     """
 
     def __init__(self, path: Path, run: dict[str, Any], seconds: float = 60.0) -> None:
@@ -30,11 +30,11 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def load(self, like: Any) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
-        """Caches of the shapes and types of `like`, of NumPy, the position T reached, and the scores; None if there is no file.
+        """Caches as NumPy arrays of the shapes and types of `like`, the position T, and the scores; None if there is no file.
 
         Raises:
-            ValueError: the file is of another run, or no checkpoint.
-            OSError: it is not a regular file, or cannot be read.
+            ValueError: the file is of another run, or not a checkpoint.
+            OSError: the file is not a regular file, or cannot be read.
         """
         if not self._path.exists():
             return None
@@ -43,23 +43,23 @@ class Checkpoint:
         with user_files.opened(self._path, room) as stream:
             try:
                 with np.load(stream) as file:
-                    # Stored arrays are as large as the file; compressed ones could be a thousand times larger.
+                    # Uncompressed arrays are as large as the file; compressed ones could be a thousand times larger.
                     if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.zip.infolist()):
                         raise ValueError("it is compressed")
                     run, reached, scores = str(file["run"]), int(file["position"]), file["scores"]
                     stored = [file[f"leaf{i}"] for i in range(len(leaves))]
                 if scores.shape != (1, reached) or scores.dtype != np.float32:
                     raise ValueError(f"scores of shape {scores.shape} for {reached} tokens")
-            except Exception as error:  # whatever NumPy makes of damaged bytes
+            except Exception as error:  # NumPy raises errors of any type for damaged files
                 raise ValueError(
-                    f"{self._path} is no checkpoint that can be read ({error or type(error).__name__}); remove it to start anew"
+                    f"{self._path} is no checkpoint that can be read ({error or type(error).__name__}); remove it to start again"
                 ) from None
         if run != self._run:
             raise ValueError(
                 f"{self._path} is of another run: {run} there, {self._run} now; remove it, or give another path"
             )
         if any(raw.dtype != np.uint8 or raw.size != leaf.nbytes for raw, leaf in zip(stored, leaves, strict=True)):
-            raise ValueError(f"{self._path} has caches of other sizes than this run's; remove it to start anew")
+            raise ValueError(f"{self._path} has caches of other sizes than this run's; remove it to start again")
         restored = [raw.view(leaf.dtype).reshape(leaf.shape) for raw, leaf in zip(stored, leaves, strict=True)]
         return jax.tree.unflatten(tree, restored), reached, scores
 
@@ -69,7 +69,7 @@ class Checkpoint:
         return time.monotonic() - self._written >= self._seconds
 
     def save(self, caches: Any, position: int, scores: np.ndarray) -> None:
-        """Write."""
+        """Write the file."""
         # As bytes: NumPy's format does not know bfloat16.
         leaves: dict[str, Any] = {
             f"leaf{i}": np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -80,5 +80,5 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def remove(self) -> None:
-        """Once the run is done."""
+        """Remove the file, when the run is complete."""
         self._path.unlink(missing_ok=True)

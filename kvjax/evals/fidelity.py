@@ -1,10 +1,10 @@
-"""How near attention under a policy comes to full attention, by layer and head, without decoding a token.
+"""Compare attention under a policy with full attention, by layer and head, without decoding a token.
 
-A text is read once by the plain model. Every layer's own queries, keys and values are then given to a policy: a prompt, and the
-tokens after it one by one. What attention reads of each token is found by giving it values that name their tokens: it is exact for
-policies that evict, merge, select or move tokens alike, as long as they choose by queries and keys, not by values.
+The plain model reads a text once. A policy then gets the queries, keys and values of every layer: a prompt, and the tokens after it
+one by one. One-hot values, which name their tokens, show what attention reads of each token. The result is exact for policies that
+evict, merge, select or move tokens, if they choose by queries and keys, not by values.
 
-Over a mesh the model's devices read the text together; the policy is then given what they found by one device of each process.
+Over a mesh, all devices of the model read the text together; one device of each process then runs the policy.
 """
 
 import dataclasses
@@ -18,29 +18,30 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from kvjax._util.any_rank import any_rank
 from kvjax.analysis.layers import jaccard
-from kvjax.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, Token, layer_specs
 from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, partitions
-from kvjax.policies import Policy, get_policy
-from kvjax.policies.base import Carry, Layer
-from kvjax.policies.capabilities import prefill
+from kvjax.policies import Policy, get_policy, prefill_alone
+from kvjax.policies.base import CacheLayer, Carry
 from kvjax.runtime.mesh import ALL, on_host, on_mesh
 from kvjax.runtime.program import Partition, Program
+
+from .budgets import bytes_held
 
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """One policy's attention beside full attention: L layers, N query heads, averaged over the queries after the prompt.
+    """A policy's attention compared with full attention: L layers, N query heads, averaged over the queries after the prompt.
 
     Attributes:
         recall: share of the tokens with the most attention that the policy still reads.
-        output_error: |o' - o| / |o|, of attention outputs o in full and o' under the policy.
-        cosine: of the angle between the two attention distributions over all tokens.
-        jaccard: of any two layers, prompt tokens that both read at some step over those that either does, averaged over KV heads.
-        cache_bytes: bytes that the policy's cache holds, on device and host together.
+        output_error: |o' - o| / |o|, where o is the output of full attention and o' that under the policy.
+        cosine: cosine similarity of the two attention distributions over all tokens.
+        jaccard: for any two layers, the Jaccard index of the prompt tokens that they read at some step, averaged over KV heads.
+        cache_bytes: bytes of the policy's cache, on device and host together.
     """
 
     recall: Float[np.ndarray, "L N"]
@@ -50,7 +51,7 @@ class Fidelity:
     cache_bytes: int
 
     def means(self) -> dict[str, float]:
-        """Each measure over all layers and heads; of the Jaccard similarity, over adjacent layers."""
+        """The mean of each measure over all layers and heads; that of the Jaccard index over adjacent layers."""
         adjacent = np.diagonal(self.jaccard, offset=1)
         return {
             "recall": float(np.mean(self.recall)),
@@ -61,7 +62,7 @@ class Fidelity:
 
 
 class Reading(NamedTuple):
-    """What the plain model's attention works with on a text of T tokens: unrotated queries and keys, and values, by layer."""
+    """Inputs of the plain model's attention for a text of T tokens: unrotated queries and keys, and values, by layer."""
 
     q: tuple[Float[Array, "T N H"], ...]
     k: tuple[Float[Array, "T K H"], ...]
@@ -72,7 +73,7 @@ def read(params: Params, tokens: Sequence[int], mesh: Mesh | str | None = None) 
     """Read a text once, for any number of policies.
 
     Args:
-        mesh: devices to read it with, as for `kvjax.Engine`. There is one text, so those along "data" all do the same.
+        mesh: devices to run over, as for `kvjax.Engine`. There is one text, which devices along "data" repeat.
 
     Raises:
         ValueError: the text is empty.
@@ -100,12 +101,12 @@ def fidelity(
 
     Args:
         reading: of the whole text.
-        prompt: how many of its tokens are the prompt.
-        budget: as for `generate`, where a fraction is one of the whole text.
-        top: tokens with the most full attention that count as important, of each query.
+        prompt: number of tokens of the prompt.
+        budget: as for `generate`; a fraction is of the whole text.
+        top: for each query, number of tokens with the most full attention that count as important.
 
     Raises:
-        ValueError: nothing comes before or after the prompt's end, or `top` is less than 1.
+        ValueError: the prompt is empty or the whole text, or `top` is less than 1.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
     total, dim = len(reading.k[0]), params.config.head_dim
@@ -134,19 +135,18 @@ def fidelity(
         found["cosine"].append(np.sum(weights * full, axis=-1) / (_norm(weights) * _norm(full)))
         read = np.any(weights[..., :prompt] > 0, axis=0).reshape(spec.num_kv_heads, -1, prompt)
         seen.append(np.any(read, axis=1))
-    shape = params.config, 1, prompt, total - prompt, params.dtype
     return Fidelity(
         **{name: np.stack([np.mean(x, axis=0, dtype=np.float64) for x in layers]) for name, layers in found.items()},
         jaccard=jaccard(np.stack(seen)),
-        cache_bytes=policy.nbytes(*shape) + policy.host_nbytes(*shape),
+        cache_bytes=bytes_held(policy, params.config, prompt, total - prompt, params.dtype),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _ReaderLayer(Layer[Policy]):
-    """Keeps of a prompt what attention is given."""
+class _ReaderLayer(CacheLayer[Policy]):
+    """Keeps the inputs of attention for a prompt."""
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
 
 
@@ -155,14 +155,14 @@ def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[
     return transformer.prefill(params, tokens, lengths, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
 
 
-def _dealt(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
-    """How `read_text` is dealt to the devices of a mesh."""
+def _sharded(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
+    """How `read_text` is sharded over the devices of a mesh."""
     shard, by_heads = specs[0].shard, PartitionSpec(None, HEADS)
     return None if shard.mesh is None else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(specs))
 
 
-read_text = Program(_read, static=1, partition=_dealt)
-"""`read_text(specs, params, tokens)`: queries, keys and values of a text [1, T], by layer, compiled; of devices' own heads on a mesh."""
+read_text = Program(_read, static=1, partition=_sharded)
+"""`read_text(specs, params, tokens)`: queries, keys and values of a text [1, T], by layer, compiled. On a mesh they are sharded by heads."""
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -170,7 +170,7 @@ read_text = Program(_read, static=1, partition=_dealt)
 def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: Reading) -> tuple[Array, ...]:
     """Attention outputs of every token after the prompt, by layer: [S, rows, N, H].
 
-    Row 0 has the real values, row r the values that name tokens (r - 1) H to r H - 1: one-hot vectors.
+    Row 0 has the real values. Row r has one-hot values that name tokens (r - 1) H to r H - 1.
     """
     rows, total = specs[0].batch, len(reading.k[0])
     lengths = jnp.full((rows,), prompt, jnp.int32)
@@ -194,8 +194,8 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     carry: Carry = {}
     for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
-        given = Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
-        state, carry = prefill(cache, given, carry)
+        given = PromptKV.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
+        state, carry = prefill_alone(cache, given, carry)
         states.append(state)
 
     def step(states: list[Any], inputs: tuple[Any, Array]) -> tuple[list[Any], list[Array]]:
@@ -218,7 +218,7 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
 @partial(jax.jit, static_argnums=(0, 1))
 @any_rank
 def _attention(spec: LayerSpec, prompt: int, q: Array, k: Array) -> Float[Array, "S N T"]:
-    """Full attention's probabilities of every token after the prompt."""
+    """Probabilities of full attention for every token after the prompt."""
     position = jnp.arange(len(k), dtype=jnp.int32)[:, None]
     q, k = spec.rope.rotate(q, position)[prompt:], spec.rope.rotate(k, position)
     group = q.shape[1] // k.shape[1]
@@ -244,7 +244,7 @@ def sweep(
     """`fidelity` of several policies on one text.
 
     Args:
-        progress: called with policies done and in all.
+        progress: called with the number of policies done and in all.
         mesh: as for `read`.
     """
     reading, found = read(params, tokens, mesh), []

@@ -1,4 +1,4 @@
-"""How likely given texts are to follow given contexts, read through what a policy kept of each context."""
+"""Log-likelihoods of continuations, predicted from what a policy kept of their contexts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -40,14 +40,14 @@ def following(
 ) -> list[Following]:
     """Score continuations of contexts, both as token ids.
 
-    A context but for its last token is prefilled and compressed; that token and the continuation are then read one by one, so that
-    all predictions come from the compressed cache. Of a context of one token nothing is compressed before.
+    The context without its last token is prefilled and compressed. The last token and the continuation are then read one by one, so
+    all predictions come from the compressed cache. A context of one token is not compressed.
 
     Args:
-        pairs: contexts and continuations, none of them empty; each gets what it would get alone.
+        pairs: contexts and continuations, none of them empty. The result of a pair does not depend on the others.
         batch: pairs that run together.
-        progress: called with pairs done and in all.
-        mesh: devices to run over, as for `kvjax.Engine`; of pairs that run together, those along "data" have as many each.
+        progress: called with the number of pairs done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`; pairs that run together are sharded evenly along "data".
 
     Raises:
         ValueError: a context or continuation is empty.
@@ -67,7 +67,7 @@ def following(
         rows = -(-min(batch, len(group)) // data) * data
         for at in range(0, len(group), rows):
             chosen = group[at : at + rows]
-            # Filled up, so that all batches of a group share one compiled program.
+            # Padded, so that all batches of a group share one compiled program.
             padded = [pairs[i] for i in [*chosen, *chosen[-1:] * (rows - len(chosen))]]
             found |= dict(zip(chosen, _score(params, policy, padded, new_tokens, mesh), strict=False))
             if progress is not None:
@@ -76,7 +76,7 @@ def following(
 
 
 def _score(params: Params, policy: Policy, pairs: Sequence[Any], new_tokens: int, mesh: Mesh | None) -> list[Following]:
-    """One batch, whose continuations have up to `new_tokens` tokens."""
+    """Score one batch, whose continuations have up to `new_tokens` tokens."""
     before = np.asarray([len(context) - 1 for context, _ in pairs])
     engine = Engine(
         params, policy, batch=len(pairs), prompt_len=int(before.max()), max_new_tokens=new_tokens, mesh=mesh

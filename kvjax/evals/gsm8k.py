@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021): word problems after solved examples, eight or fifty (many-shot, ChunkKV section 4.1), or to reason about."""
+"""GSM8K (Cobbe et al. 2021): word problems, after 8 or 50 solved examples (many-shot, ChunkKV section 4.1) or with reasoning."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, field_validator
 
-from kvjax import json_lines
+from kvjax._util import json_lines
 
 from .haystack import seeded
 from .math_answers import last_box, spoken
@@ -21,19 +21,18 @@ _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
 @dataclasses.dataclass(frozen=True)
 class GSM8K:
-    r"""The examples are what a cache policy compresses, the problem is the question.
+    r"""The solved examples are the context, which the policy compresses; the problem is the question.
 
-    Without examples the problem is what is compressed, and the model is asked, in its chat template if it has one, to reason step by step
-    and put its answer in \boxed{}: then long chains are what fills the cache.
+    Without examples the problem is the context. The model is asked, in its chat template if it has one, to reason step by step and put
+    its answer in \boxed{}, so the cache fills with long chains of thought.
 
     Attributes:
         file: problems, one JSON object with `question` and `answer` per line.
-        examples_file: solved examples, in the same form; None if there are to be none.
-        shots: how many of them come first, or 0; the published many-shot setting has 50, of more than 4k tokens.
-        samples: how many problems, from the file's beginning; None takes all.
-        extract: "flexible" takes the number after "####" or in a box, or the answer's last one where there is none; "strict" only the
-            former.
-        seed: which examples, and in which order; the same for all problems.
+        examples_file: solved examples, in the same format; None for no examples.
+        shots: number of solved examples; 50 in the published many-shot setting, which has more than 4k tokens.
+        samples: number of problems, from the start of the file; None for all.
+        extract: "strict" takes the number after "####" or in a box as the answer; "flexible" takes the last number if there is none.
+        seed: random seed of the choice and order of examples, which are the same for all problems.
         max_new_tokens: of a solution; None for 256 after examples, and 1024 without.
     """
 
@@ -57,7 +56,7 @@ class GSM8K:
             raise ValueError(f"shots={self.shots}, but no examples_file; give a file of solved examples, or shots=0")
 
     def check(self) -> None:
-        """Read the files, and raise what `examples` would."""
+        """Read the files, and raise the errors of `examples`."""
         _read(self.file)
         self._solved()
 
@@ -68,14 +67,15 @@ class GSM8K:
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of a solution."""
+        """Maximum number of tokens of a solution."""
         return self.max_new_tokens or (256 if self.shots else 1024)
 
     def examples(self, form: Format) -> Sequence[Example]:
         """One for each problem.
 
         Raises:
-            ValueError: a line of a file is not of GSM8K's form (JSON with a question, and an answer that ends in #### NUMBER), or it has fewer solved examples than are asked for.
+            ValueError: a line of a file is not in GSM8K's format (JSON with a question, and an answer that ends in #### NUMBER), or there are
+                fewer solved examples than `shots`.
         """
         if not self.shots:
             return [
@@ -110,13 +110,13 @@ class GSM8K:
         return solved
 
     def score(self, answer: str, example: Example) -> float:
-        """Whether the answer's number is the right one."""
+        """1 if the answer's number equals the reference, else 0."""
         found = _final(answer, self.extract)
         return float(found is not None and float(found) == float(example.answers[0]))
 
 
 def _final(answer: str, extract: str) -> str | None:
-    """The number that an answer arrives at, in digits alone."""
+    """The final number of an answer, as digits; None if there is none."""
     answer = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ",", spoken(answer))  # LaTeX's thousands
     marked, box = re.search(rf"####\s*({_NUMBER})", answer), last_box(answer)
     if marked or box is not None:

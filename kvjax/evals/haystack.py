@@ -1,4 +1,4 @@
-"""Text for needles to be hidden in: a sentence repeated, or any text cut into sentences."""
+"""Haystacks for needles: a sentence repeated, or any text split into sentences."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ def sentences(text: str) -> tuple[str, ...]:
     """A text's sentences, white space normalised.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the text has no sentence.
     """
     found = tuple(" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text) if part.strip())
     if not found:
@@ -25,7 +25,7 @@ def sentences(text: str) -> tuple[str, ...]:
 
 
 def hide(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float], separator: str) -> str:
-    """The hay with needle i behind a share `depths[i]` of its units; needles of one depth in order."""
+    """The hay with needle i inserted after a fraction `depths[i]` of its units; needles at the same depth keep their order."""
     behind: dict[int, list[str]] = {}
     for needle, depth in zip(needles, depths, strict=True):
         behind.setdefault(round(depth * len(hay)), []).append(needle)
@@ -37,12 +37,12 @@ def hide(hay: Sequence[str], needles: Sequence[str], depths: Sequence[float], se
 
 
 def repeated(units: Sequence[str], count: int) -> list[str]:
-    """`count` units, from the start again where they run out."""
+    """`count` units, starting again from the first after the last one."""
     return list(itertools.islice(itertools.cycle(units), count))
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """A random number of so many digits, the first not 0."""
+    """A random number of `digits` digits; the first is not 0."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -52,5 +52,5 @@ def identifier(rng: random.Random) -> str:
 
 
 def seeded(*parts: object) -> random.Random:
-    """A generator of its own for these parts, the same on every machine."""
+    """A random generator seeded by these parts, the same on every machine."""
     return random.Random("/".join(map(str, parts)))

@@ -2,7 +2,7 @@
 
     python -m kvjax.evals.lm_harness run --model kvjax --model_args policy=chelsea,budget=0.2 --tasks lambada_openai
 
-takes the arguments of the harness's own `lm_eval` command, which knows no models but its own. From Python, `register()` makes
+takes the arguments of the harness's own `lm_eval` command, which does not know this model. From Python, `register()` makes
 `lm_eval.simple_evaluate(model="kvjax", model_args=…)` work. Needs the `lm-eval` extra.
 """
 
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax._util.extras import optional
 from kvjax.cache import bucket
 from kvjax.conversion import load
 from kvjax.conversion.tokenizer_source import TokenizerSource, find_tokenizer
-from kvjax.extras import optional
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy
@@ -32,7 +32,7 @@ from .perplexity import token_logprobs
 
 @cache
 def register() -> type[Any]:
-    """Make the model known to the harness as "kvjax"; returns its class.
+    """Register the model with the harness as "kvjax", and return its class.
 
     Raises:
         ImportError: the harness is not installed.
@@ -47,19 +47,20 @@ def register() -> type[Any]:
     class KVJaxLM(model.TemplateLM):
         """A model with its cache kept by a policy.
 
-        Prompts of `generate_until` are compressed whole, question included (query aware): the harness does not tell contexts from
-        questions. Log-likelihoods are of continuations read through the compressed context (`kvjax.evals.following`); rolling
-        ones go through windows of the model's length, as the harness's own models do.
+        Prompts of `generate_until` are compressed with their question (question-aware), because the harness does not separate contexts from
+        questions. Log-likelihoods are of continuations predicted from the compressed context (`kvjax.evals.following`). Rolling
+        log-likelihoods use windows of the model's length, as the harness's own models do.
 
         Args:
-            pretrained: what `kvjax.load` takes, or loaded `Params`; by default the default model.
+            pretrained: a source for `kvjax.load`, or loaded `Params`; by default the default model.
             policy, budget, settings: as for `kvjax.get_policy`.
             dtype: type of the weights.
             tokenizer: as for `kvjax.load`.
             batch_size: requests that run together.
-            max_length: tokens of context and continuation; by default the model's window.
-            max_gen_toks: most tokens to write where a task does not say.
-            mesh: devices to run over, of one process, as for `kvjax.Engine`; in `--model_args` as JSON, '{"mesh": "data=2,model=4"}', as commas part arguments there.
+            max_length: maximum number of tokens of context and continuation; by default the model's window.
+            max_gen_toks: maximum number of generated tokens, if a task sets none.
+            mesh: devices to run over, of one process, as for `kvjax.Engine`. `--model_args` takes it as JSON, '{"mesh": "data=2,model=4"}',
+                because commas separate arguments there.
         """
 
         def __init__(
@@ -93,7 +94,7 @@ def register() -> type[Any]:
             if tokenizer is not None and given is pretrained:
                 given = dataclasses.replace(given, tokenizer=find_tokenizer(tokenizer)(given.config))
             self.params, over = on_mesh(given, mesh, self.policy)
-            self._together = get_shard(over, given.config).data  # rows are dealt to so many devices
+            self._together = get_shard(over, given.config).data  # requests are sharded over as many devices
             if self.params.tokenizer is None:
                 raise ValueError(
                     "this model has no tokenizer, so it cannot be given the harness's tasks; load one that has"
@@ -113,7 +114,7 @@ def register() -> type[Any]:
 
         @property
         def tokenizer_name(self) -> str:
-            """What the harness keeps its cache of prompts by."""
+            """The key of the harness's cache of prompts."""
             return f"kvjax-{self.params.tokenizer.digest.hex()[:16]}"
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -138,7 +139,7 @@ def register() -> type[Any]:
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             windows = [list(map(utils.make_disjoint_window, self._windows(request.args[0]))) for request in requests]
-            if self.policy == Full():  # one pass a window is the same, and sooner done
+            if self.policy == Full():  # one pass per window gives the same, faster
                 return [sum(_likelihood(self.params, *window) for window in each) for each in windows]
             pairs = [pair for each in windows for pair in each]
             scores = iter(following(self.params, self.policy, pairs, self.batch_size))
@@ -193,7 +194,7 @@ def register() -> type[Any]:
 
 
 def _likelihood(params: Params, context: list[int], continuation: list[int]) -> float:
-    """Log-probability of the continuation in one pass, without a cache; padded so that few programs serve all lengths."""
+    """Log-probability of the continuation in one pass, without a cache; padded so that a few programs serve all lengths."""
     tokens = [*context, *continuation]
     padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens

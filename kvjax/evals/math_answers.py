@@ -1,6 +1,6 @@
-"""Whether a solution arrives at the right answer: what it puts in a box, or else the last thing it says, by value and not by spelling.
+"""Check the final answer of a solution, which is in a box or comes last, by value rather than spelling.
 
-Expressions are read and compared by math-verify (Kydlíček et al., Hugging Face), which has sympy compute with them, in a process of its own.
+math-verify (Kydlíček et al., Hugging Face) parses expressions and compares them with sympy, in a separate process.
 """
 
 import atexit
@@ -15,15 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 Extract = Literal["flexible", "strict"]
-"""What counts as the answer: what is in the last box, or "strict" only that and "flexible" the last number or formula where there is none."""
+"""What counts as the answer: "strict" takes only the last box, "flexible" the last number or formula if there is no box."""
 
 EXTRACTS = get_args(Extract)
 
 SECONDS = 20
-"""Most time for one answer; the process that takes more is ended."""
+"""Maximum time for one answer; a process that takes longer is killed."""
 
 _BOX = r"\\(?:boxed|fbox)\s*"
 _BRACE = re.compile(
@@ -36,14 +36,15 @@ _BRACE = re.compile(
 
 @cache
 def check() -> None:
-    """Raise ImportError if what compares answers is not installed."""
+    """Raise ImportError if math-verify is not installed."""
     optional("math_verify", "comparing answers to problems of mathematics")
 
 
 def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool:
     r"""Whether a solution's answer has the value of a reference in LaTeX, such as "42" or r"\frac{1}{2}".
 
-    Of a model that thinks first, what follows the thought counts, and where the thought does not end nothing. An answer that takes too long to compute with is wrong.
+    If the model thinks first, only the text after the thought counts; a thought that does not end has no answer. An answer that takes too long
+    to compare is wrong.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -57,12 +58,12 @@ def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool
 
 
 def spoken(solution: str) -> str:
-    """What a model says when it has thought: nothing of a thought that begins and does not end; all where no thought is marked."""
+    """The text after a model's thought: nothing if the thought does not end, everything if there is no thought."""
     return solution.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""What is in the last \boxed{...} that is closed, or that has no braces, as in \boxed7; None if there is none."""
+    r"""The content of the last \boxed{...} that is closed or has no braces, as in \boxed7; None if there is none."""
     opened: list[tuple[int, bool]] = []
     last, found = -1, None
     for brace in _BRACE.finditer(text):
@@ -78,14 +79,14 @@ def last_box(text: str) -> str | None:
 
 
 class _Worker:
-    """The process, which starts when it is first needed, and again after it was ended."""
+    """The process, which starts when it is first needed, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def same(self, reference: str, answer: str) -> bool:
-        """Whether two texts have one value; not, if that takes too long or more than a process can do."""
+        """Whether two texts have the same value; False if the comparison takes too long or crashes the process."""
         with self._lock:
             process = self._process = self._process or _started()
             assert process.stdin is not None
@@ -102,11 +103,11 @@ class _Worker:
             finally:
                 clock.cancel()
                 if not found.endswith("\n"):
-                    self.end()  # also if it was interrupted, or the next to ask would get its answer
+                    self.end()  # also after an interruption: its answer must not go to the next call
             return found.strip() == "true"
 
     def end(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         if self._process is not None:
             _end(self._process)
             self._process = None
@@ -132,7 +133,7 @@ def _started() -> "subprocess.Popen[str]":
 
 def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
-    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes, and waits
+    with contextlib.suppress(BrokenPipeError), process:  # closes its pipes, and waits
         pass
 
 

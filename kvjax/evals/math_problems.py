@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvjax import json_lines
+from kvjax._util import json_lines
 
 from . import math_answers
 from .math_answers import EXTRACTS, Extract
@@ -16,22 +16,22 @@ from .task import Example, Format
 Benchmark = Literal["math500", "aime"]
 
 ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
-"""How Qwen2.5-Math and DeepSeek-R1 are asked."""
+"""The prompt of Qwen2.5-Math and DeepSeek-R1."""
 
 _NEW_TOKENS = {"math500": 2048, "aime": 8192}
 
 
 @dataclasses.dataclass(frozen=True)
 class MathProblems:
-    """The problem is what a cache policy compresses before a model reasons; the request to do so is the question.
+    """The problem is the context, which the policy compresses; the request to reason is the question.
 
     Attributes:
-        file: problems, as JSON lines or as one list: of MATH-500 with `problem` and `answer`, and `subject` and `level` where they are
-            there, by which results are broken down; of AIME with `problem` (or `question`) and `answer`, a whole number.
-        benchmark: "math500", whose answers are formulas, or "aime", from 0 to 999.
-        samples: how many problems, from the file's beginning; None takes all.
-        max_new_tokens: of a solution; None for 2048 of MATH-500 and 8192 of AIME. Published results of reasoning models allow 16384 and more.
-        extract: "flexible" takes the last formula or number where nothing is boxed; "strict" takes only what is.
+        file: problems, as JSON lines or as one list. Rows of MATH-500 have `problem`, `answer` and optionally `subject` and `level`, by which
+            results are broken down. Rows of AIME have `problem` (or `question`) and `answer`, a whole number.
+        benchmark: "math500", whose answers are formulas, or "aime", whose answers are from 0 to 999.
+        samples: number of problems, from the start of the file; None for all.
+        max_new_tokens: of a solution; None for 2048 in MATH-500 and 8192 in AIME. Published results of reasoning models use 16384 or more.
+        extract: "strict" takes only a boxed answer; "flexible" takes the last formula or number if nothing is boxed.
     """
 
     file: str
@@ -51,11 +51,11 @@ class MathProblems:
             )
 
     def check(self) -> None:
-        """Read the file, and raise what `examples` or `score` would.
+        """Read the file, and raise the errors of `examples` and `score`.
 
         Raises:
             ValueError: as `examples`.
-            ImportError: what compares answers is not installed.
+            ImportError: math-verify is not installed.
         """
         self._problems()
         math_answers.check()
@@ -69,7 +69,7 @@ class MathProblems:
         """One for each problem.
 
         Raises:
-            ValueError: a row of the file has no problem or answer, or AIME's is no whole number from 0 to 999.
+            ValueError: a row of the file has no problem or answer, or an answer of AIME is not a whole number from 0 to 999.
         """
         return [
             Example(
@@ -83,7 +83,7 @@ class MathProblems:
         ]
 
     def score(self, answer: str, example: Example) -> float:
-        """Whether the answer has the reference's value."""
+        """1 if the answer has the reference's value, else 0."""
         return float(math_answers.equals(answer, example.answers[0], self.extract))
 
     def _problems(self) -> list["_Problem"]:

@@ -1,7 +1,7 @@
-"""A process that compares answers: reads pairs of expressions from its input, a JSON list a line, and writes whether they have one value.
+"""A process that compares answers: it reads pairs of expressions, one JSON list per line, and writes whether their values are equal.
 
-Run as a file by `math_answers`, so that only math-verify is loaded. What a model wrote may keep sympy busy for hours or fill the memory, and
-the clocks of math-verify are exceptions, which may be lost on their way; a process can be ended.
+`math_answers` runs it as a file, so that only math-verify is loaded. A model's text may keep sympy busy for hours or fill the memory.
+math-verify's timeouts are exceptions, which sympy may swallow; a process can be killed.
 """
 
 import json
@@ -11,15 +11,15 @@ import sys
 from typing import Any
 
 SECONDS = 5
-"""Most time for reading an expression, and for comparing two, by the clocks of math-verify."""
+"""math-verify's timeout for parsing an expression, and for comparing two."""
 
 
 def main() -> None:
     """Answer until the input ends."""
     import math_verify as library
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # so that nobody else's words come between
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whatever it cannot read
+    answers, sys.stdout = sys.stdout, sys.stderr  # other prints must not mix with answers
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whatever it cannot parse
     forms = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
     seconds: Any = SECONDS if hasattr(signal, "SIGALRM") else None
 

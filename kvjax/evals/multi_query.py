@@ -8,8 +8,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvjax import json_lines
-from kvjax.json_lines import Listed
+from kvjax._util import json_lines
+from kvjax._util.json_lines import Listed
 
 from .longbench import metrics
 from .ruler.scoring import match_all, match_part
@@ -20,19 +20,20 @@ ScoreBy = Literal["any", "all", "number", "f1"]
 
 @dataclasses.dataclass(frozen=True)
 class MultiQuery:
-    """A context is read and compressed once, before any of its questions is known; then they are asked one after the other.
+    """A context is prefilled and compressed once, before its questions are known; then they are asked one after the other.
 
-    SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions can be read as they are; its
-    own runner puts an instruction before each context. Its summaries, multiple choices and code, which have metrics of their own, are not here.
+    Reads SCBench's files of key-value retrieval, variable tracking, passkeys, many-shot learning and English questions. SCBench's own
+    runner puts an instruction before each context. SCBench's summaries, multiple choices and code, which have other metrics, are not
+    supported.
 
     Attributes:
         file: JSON lines, or one list, of rows with `context` and `multi_turns`, a list of `input` and `answer` (one, or a list of them).
-        history: what a question follows: the one before it with its "reference" answer, as SCBench has it by default, or with the
-            model's "own", or "none" of the others: each is then asked of the context alone, SCBench's shared context of several requests.
-        score_by: of the reference answers, ignoring case, whether "any" or the share of "all" is in the answer; whether its first whole
-            "number" is the reference; or the best "f1" of words.
-        samples: how many contexts, from the file's beginning; None takes all.
-        turns: how many questions of each; None asks all.
+        history: what a question follows: the previous question with its "reference" answer, SCBench's default, or with the model's "own"; or
+            only the context ("none"), which is SCBench's shared context of several requests.
+        score_by: "any": whether a reference answer is in the answer, ignoring case; "all": the share of reference answers that are in it;
+            "number": whether the answer's first whole number is the reference; "f1": the best F1 of words.
+        samples: number of contexts, from the start of the file; None for all.
+        turns: number of questions of each; None for all.
         max_new_tokens: of an answer.
     """
 
@@ -56,7 +57,7 @@ class MultiQuery:
             )
 
     def check(self) -> None:
-        """Read the file, and raise what `examples` would."""
+        """Read the file, and raise the errors of `examples`."""
         self._rows()
 
     @property
@@ -85,7 +86,7 @@ class MultiQuery:
         ]
 
     def score(self, answer: str, example: Example) -> float:
-        """By `score_by`."""
+        """The score that `score_by` names."""
         if self.score_by == "number":
             found = re.search(r"\d+", answer)
             return float(found is not None and found[0] == example.answers[0])
@@ -97,7 +98,7 @@ class MultiQuery:
         return json_lines.read_rows(Path(self.file), _Row, self.samples)
 
 
-_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would be found in whatever is said
+_Answer = Annotated[str, Field(min_length=1)] | int | float  # "" would be found in every answer
 
 
 class _Turn(BaseModel):
@@ -105,7 +106,7 @@ class _Turn(BaseModel):
     answer: _Answer | Annotated[Listed[_Answer], Field(min_length=1)]
 
     def answers(self) -> tuple[str, ...]:
-        """All of them, as text."""
+        """All reference answers, as text."""
         return tuple(map(str, self.answer if isinstance(self.answer, list) else [self.answer]))
 
 

@@ -1,6 +1,6 @@
-"""Needle in a haystack: one sentence hidden at some depth of a text of some length, and a question that only it answers.
+"""Needle in a haystack: one sentence hidden at some depth of a text, and a question that only this sentence answers.
 
-The grid of lengths and depths is Kamradt's (2023, "Needle In A Haystack: Pressure Testing LLMs"); the kinds of needle are his
+The grid of lengths and depths is Kamradt's (2023, "Needle In A Haystack: Pressure Testing LLMs"). The kinds of needle are his
 sentence, the passkey of Mohtashami and Jaggi (2023, "Landmark Attention"), and numbers and UUIDs as in RULER.
 """
 
@@ -17,7 +17,7 @@ Kind = Literal["number", "uuid", "passkey", "sentence"]
 
 
 class Needle(NamedTuple):
-    """A sentence to hide, and what is asked about it."""
+    """A sentence to hide, and the question about it."""
 
     sentence: str
     question: str
@@ -31,13 +31,13 @@ class NeedleInAHaystack:
 
     Attributes:
         lengths: tokens of prompt and answer.
-        depths: shares of the haystack that come before the needle.
-        kind: "number" (seven digits), "uuid", "passkey" (five digits, said twice) or "sentence" (Kamradt's sandwich in Dolores
+        depths: fractions of the haystack before the needle.
+        kind: "number" (seven digits), "uuid", "passkey" (five digits, stated twice) or "sentence" (Kamradt's sandwich in Dolores
             Park).
-        samples: examples for each length and depth, each with a needle and a piece of the haystack of its own.
+        samples: number of examples for each length and depth, with different needles and parts of the haystack.
         text: haystack; None repeats the passkey task's noise.
-        begin: whether the beginning of the answer is written for the model; without it, models restate the question first.
-        seed: of needles, and of where in the text a haystack begins.
+        begin: whether the model is given the beginning of the answer; without it, models restate the question first.
+        seed: random seed of needles and of the haystack's position in the text.
     """
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)
@@ -77,7 +77,7 @@ class NeedleInAHaystack:
         return [self._example(form, *cell) for cell in grid]
 
     def score(self, answer: str, example: Example) -> float:
-        """Share of the needle's facts that the answer has, letter case aside."""
+        """Share of the needle's facts in the answer, ignoring case."""
         return sum(fact.lower() in answer.lower() for fact in example.answers) / len(example.answers)
 
     def _hay(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class NeedleInAHaystack:
 
 
 def make_needle(kind: Kind, rng: random.Random) -> Needle:
-    """A needle of one kind; all but the "sentence" are drawn."""
+    """A needle of a kind; all but the "sentence" are random."""
     if kind == "sentence":
         return Needle(
             "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",

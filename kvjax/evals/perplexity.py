@@ -23,20 +23,21 @@ from kvjax.runtime.mesh import ALL, ROWS, first_row, on_host, on_mesh, repeated_
 from kvjax.runtime.processes import broadcast, from_first, is_first
 from kvjax.runtime.program import Partition, Program
 
+from .budgets import bytes_held
 from .checkpoint import Checkpoint
 from .report import model_fingerprint
 
 CHUNK = 512
-"""Tokens that are streamed in one call of the compiled loop."""
+"""Tokens per call of the compiled loop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Log-probabilities of a text's tokens, in order, and what follows from them.
+    """Log-probabilities of a text's tokens, in order, and the perplexity.
 
     Attributes:
         logprobs: natural logarithms, one for every predicted token.
-        cache_bytes: bytes of the cache that it was predicted from, as one device has it; 0 where no cache was used.
+        cache_bytes: bytes of the cache on one device; 0 if no cache was used.
     """
 
     logprobs: np.ndarray
@@ -53,7 +54,7 @@ class Perplexity:
         return math.exp(self.nll)
 
     def part(self, start: int, stop: int | None = None) -> "Perplexity":
-        """The same of some of the predicted tokens."""
+        """The perplexity of some of the predicted tokens."""
         return Perplexity(self.logprobs[start:stop], self.cache_bytes)
 
 
@@ -68,18 +69,18 @@ def windowed(
 ) -> Perplexity:
     """Full-cache perplexity over windows of a text, from its start.
 
-    Each window of `window` tokens stands alone: its first token is not predicted, the other `window - 1` are. A last, shorter
-    window is left out.
+    Each window of `window` tokens is independent: its first token is not predicted, the other `window - 1` are. A last, shorter
+    window is excluded.
 
     Args:
-        windows: how many to take; by default all.
-        stride: tokens from the start of one window to that of the next; by default windows do not overlap. Of a window that
-            overlaps the one before, only the tokens that that one did not have are scored, each from a longer context.
-        progress: called with windows done and in all.
-        mesh: devices to run over, as for `kvjax.Engine`: as many windows at once as it has devices along "data".
+        windows: number of windows; by default all.
+        stride: tokens from the start of one window to that of the next; by default windows do not overlap. If they overlap, only tokens
+            that the previous window does not contain are scored, each from a longer context.
+        progress: called with the number of windows done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`. Windows are sharded along "data".
 
     Raises:
-        ValueError: the text has fewer tokens than are asked for, or the stride is not between 1 and the window.
+        ValueError: the text has fewer tokens than requested, or the stride is not between 1 and the window.
     """
     step = window if stride is None else stride
     if not 1 <= step <= window:
@@ -92,7 +93,7 @@ def windowed(
     rows, scores = get_shard(mesh, params.config).data, []
     for first in range(0, count, rows):
         chosen = range(first, min(first + rows, count))
-        # Filled up with the last one, where devices would have none.
+        # Padded with the last window, so that every device has one.
         texts = [tokens[i * step : i * step + window] for i in [*chosen, *[chosen[-1]] * (rows - len(chosen))]]
         found = on_host(token_logprobs(params, jnp.asarray(np.asarray(texts, np.int32))))
         for i, row in zip(chosen, found, strict=False):
@@ -113,14 +114,14 @@ def streaming(
 ) -> Perplexity:
     """Perplexity of one text of any length, read token by token into a cache that starts empty.
 
-    Every token is predicted from what the cache then holds, as in generation: memory is constant whatever the length (TreeKV,
-    section 5.2, Table 1).
+    Every token is predicted from the current cache, as in generation: memory does not depend on the length (TreeKV, section 5.2,
+    Table 1).
 
     Args:
-        progress: called with tokens read and in all.
-        checkpoint: a file that the state is saved to every minute, and gone on from if it is there, on whatever devices; removed at the end.
-            Of several processes only the first has the file.
-        mesh: devices to run over, as for `kvjax.Engine`. There is one text, so devices along "data" all do the same.
+        progress: called with the number of tokens read and in all.
+        checkpoint: a file to save the state to every minute. The run resumes from it, on any devices, and removes it at the end. Of several
+            processes only the first has the file.
+        mesh: devices to run over, as for `kvjax.Engine`. There is one text, which devices along "data" repeat.
 
     Raises:
         ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
@@ -134,8 +135,7 @@ def streaming(
     engine = Engine(params, policy, batch=rows, prompt_len=0, max_new_tokens=len(tokens), mesh=mesh)
     begun = engine.begin()
     text, first, before = np.asarray([tokens] * rows, np.int32), 0, np.zeros((1, 0), np.float32)
-    sizes = params.config, 1, 0, len(tokens), params.dtype
-    cache_bytes = policy.nbytes(*sizes) + policy.host_nbytes(*sizes)
+    cache_bytes = bytes_held(policy, params.config, 0, len(tokens), params.dtype)
     if checkpoint is None:
         return Perplexity(read(engine, begun.caches, text, first, progress)[0][0], cache_bytes)
     digest = hashlib.sha256(text[:1].tobytes()).hexdigest()
@@ -162,7 +162,7 @@ def streaming(
 
 
 def _resumed(saved: Checkpoint, like: Any, mesh: Mesh | None) -> tuple[Any, int, Float[np.ndarray, "1 T"]] | None:
-    """`saved.load` of the first process that shares a mesh, in each."""
+    """The result of `saved.load` in the first process that shares a mesh, sent to all."""
     found: Any = None
 
     def reached() -> int | None:
@@ -187,19 +187,18 @@ def read(
     save: Callable[[Any, int, Sequence[np.ndarray]], None] | None = None,
     shift: Int[np.ndarray, " B"] | int = 0,
 ) -> tuple[Float[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-    """Read texts one token at a time into caches that hold what comes before position `first`.
+    """Read texts one token at a time into caches that contain what precedes position `first`.
 
     Args:
-        caches: the policy's state of each layer; used up (their buffers are donated).
+        caches: the policy's state of each layer. Their buffers are donated.
         tokens: whole texts, of one length.
         first: position of the first token to read; the last token is predicted, not read.
-        progress: called with tokens read and in all.
-        save: called with the caches, the position reached, and the log-probabilities so far, in pieces [B, …], while there is
-            more to read.
-        shift: by how much each text's positions are ahead of its columns in `tokens`, where its beginning is left out.
+        progress: called with the number of tokens read and in all.
+        save: called with the caches, the position, and the log-probabilities so far, in pieces [B, …], after each piece but the last.
+        shift: position minus column in `tokens`, for texts whose beginning is not in `tokens`.
 
     Returns:
-        For each of the S = T - first - 1 tokens after `first`, its log-probability, and the token that was the most probable.
+        For each of the S = T - first - 1 tokens after `first`, its log-probability and the top-1 token.
     """
     last, scores, best = tokens.shape[1] - 1, [], []
     for start in range(first, last, CHUNK):
@@ -223,7 +222,7 @@ def read(
 
 
 def compile_read(engine: Engine, caches: Any) -> None:
-    """Have the program compiled that `read` runs.
+    """Compile the program that `read` runs.
 
     Args:
         caches: shapes of the policy's state of each layer, as `engine.reading()[1].caches` has them.
@@ -244,9 +243,9 @@ def _stream_chunk(
     start: Int[Array, " B"],
     count: Int[Array, ""],
 ) -> tuple[tuple[Any, ...], Float[Array, "B M"], Int[Array, "B M"]]:
-    """Read `count` tokens, the first of them at each text's position `start`.
+    """Read `count` tokens, the first at each text's position `start`.
 
-    Returns the caches, the log-probability of what follows each token, and the most probable one.
+    Returns the caches, the log-probability of each next token, and the top-1 token.
     """
 
     def read_token(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
@@ -260,8 +259,8 @@ def _stream_chunk(
     return jax.lax.fori_loop(0, count, read_token, (caches, *buffers))
 
 
-def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
-    """How `stream` is dealt to the devices of a mesh."""
+def _sharded(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
+    """How `stream` is sharded over the devices of a mesh."""
     shard = specs[0].shard
     if shard.mesh is None:
         return None
@@ -269,14 +268,14 @@ def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Pa
     return shard, (partitions(params), caches, ROWS, ROWS, ROWS, ALL), (caches, ROWS, ROWS)
 
 
-stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt, canonical=decoding.of_steps)
+stream = Program(_stream_chunk, static=2, donate=(3,), partition=_sharded, canonical=decoding.of_steps)
 """`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
 
 
 def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, compiled; on the mesh where the weights are, if that is so.
+    """Log-probability of each token given those before it, compiled; on the mesh of the weights, if there is one.
 
-    Rows are dealt along "data" if its devices divide them; else each of these does all.
+    Rows are sharded along "data" if its size divides them; otherwise they are replicated.
     """
     return _score(get_shard(mesh_of(params), params.config), params, tokens)
 

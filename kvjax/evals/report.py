@@ -1,4 +1,4 @@
-"""What every result file begins with, and result files that a later run can go on with."""
+"""Headers of result files, and result files from which a later run resumes."""
 
 import datetime
 import errno
@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kvjax import json_lines, strict_json, user_files
+from kvjax._util import json_lines, strict_json, user_files
+from kvjax._util.files import append
+from kvjax._util.files import write as write
 from kvjax._version import __version__
-from kvjax.files import append
-from kvjax.files import write as write
 from kvjax.models import Params
 from kvjax.models.sharding import unpadded
 from kvjax.policies.profile import fingerprint
@@ -25,14 +25,14 @@ from kvjax.runtime.mesh import on_host
 from kvjax.runtime.processes import from_first, is_first
 
 _MOST_BYTES = 1 << 29
-"""Of a result file; the rows take up to three times as much memory."""
+"""Maximum size of a result file; its rows take up to three times as much memory."""
 
 _SAMPLED = 1024
-"""Values of each weight that a model's fingerprint is made of."""
+"""Values of each weight that go into a model's fingerprint."""
 
 
 def header(mesh: Mesh | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Versions, device and date of a run, the mesh it is over and the flags that XLA was given, if any, and the settings it was made with."""
+    """Versions, device, date and settings of a run, with its mesh and XLA's flags, if there are any."""
     device = jax.devices()[0]
     over = {} if mesh is None else {"mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())}
     flags = {"xla_flags": found} if (found := os.environ.get("XLA_FLAGS")) else {}
@@ -58,26 +58,25 @@ def model_fingerprint(params: Params) -> str:
 
 
 class ResultFile:
-    """JSON lines: a header, then one row for every finished part of a run. What is there already is not run again.
+    """JSON lines: a header, then one row for every finished part of a run. Parts that the file contains are not run again.
 
-    A last line without its newline that is not JSON was cut short while it was written. It is left out with a warning, and its part runs
-    again. Anything else that is wrong with a file is an error, and leaves the file as it is.
+    A last line that has no newline and is not JSON was truncated by an interruption. It is dropped with a warning, and its part runs
+    again. Any other defect is an error, which leaves the file unchanged.
 
     Args:
-        path: the file; None keeps rows in memory alone.
-        header: as `header` makes it. A file that is there must have been begun with the same settings and versions.
-        kind: what a row is: a pydantic model, a dataclass, or anything that pydantic has an adapter for.
-        check: given each row that is there, in order, says what is wrong with it, or None.
-        mesh: devices that the run is over. Where several processes share them, only the first reads and writes the file, and tells the others
-            which rows are there.
+        path: the file; None keeps rows only in memory.
+        header: as returned by `header`. An existing file must have the same settings and versions.
+        kind: type of a row: a pydantic model, a dataclass, or any other type that pydantic has an adapter for.
+        check: called with each row of an existing file, in order; returns what is wrong with it, or None.
+        mesh: devices of the run. If several processes share them, only the first reads and writes the file, and sends its rows to the
+            others.
 
     Attributes:
-        header: of the file, as it was begun.
+        header: of the file; that of the first run.
         rows: all rows so far.
 
     Raises:
-        ValueError: the file is not a result file, or of another run, or a row is not what it should be; the message says what
-            differs, or which line it is.
+        ValueError: the file is not a result file, is of another run, or has an invalid row. The message names the difference or the line.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class ResultFile:
             self.header, self.rows = from_first(mesh, lambda: self._begin(path, kind, check))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, and have them on disk."""
+        """Add rows and write them to disk."""
         self.rows += rows
         if self.path is not None:
             append(self.path, "".join(strict_json.dumps(row) + "\n" for row in rows))
@@ -103,10 +102,10 @@ class ResultFile:
     def _begin(
         self, path: Path, kind: Any, check: Callable[[dict[str, Any]], str | None]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Header and rows of the file; of a new one, which is made, ours and none."""
+        """Header and rows of the file. A new file is created with our header and no rows."""
         if path.is_fifo():
             raise user_files.NotRegularError(
-                errno.EINVAL, "a pipe cannot be gone on with; give a regular file", str(path)
+                errno.EINVAL, "a run cannot resume from a pipe; give a regular file", str(path)
             )
         if path.exists() and path.stat().st_size:
             return self._resume(path, kind, check)
@@ -136,8 +135,8 @@ class ResultFile:
         if cut:
             number = content.count(b"\n") + 1
             warnings.warn(
-                f"{path}, line {number}: cut short as it was written; it is left out, and its part run again",
-                stacklevel=7,
+                f"{path}, line {number}: cut short as it was written; it is dropped, and its part run again",
+                stacklevel=8,
             )
         rows = []
         for number, line in lines:
@@ -153,10 +152,10 @@ class ResultFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a result file that is complete.
+    """The rows of a complete result file.
 
     Raises:
-        ValueError: it is no result file, or a line is not JSON.
+        ValueError: the file is not a result file, or a line is not JSON.
     """
     lines = json_lines.numbered(user_files.read_bytes(path, _MOST_BYTES))
     _, first = next(lines, (1, b""))

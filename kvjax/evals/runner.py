@@ -1,4 +1,4 @@
-"""Run a task: answers to all its examples under a policy, in batches, scored, and written down as they come."""
+"""Run a task: answer all its examples under a policy, in batches, score the answers, and write them down as they come."""
 
 import dataclasses
 import hashlib
@@ -10,23 +10,24 @@ import numpy as np
 from jax.sharding import Mesh
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
-from kvjax import strict_json
-from kvjax.cache import bucket
-from kvjax.json_lines import Listed
+from kvjax._util import strict_json
+from kvjax._util.json_lines import Listed
 from kvjax.models import Params
-from kvjax.models.sharding import get_shard
+from kvjax.models.sharding import get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime.generation import generate
 from kvjax.runtime.mesh import on_mesh
 
-from . import sessions
-from .budgets import row_bytes
+from .plan import Batch, Plan, make_batches
 from .report import ResultFile, header, model_fingerprint
+from .sessions import Answered, ask
 from .task import Example, Format, Task
+
+Progress = Callable[[int, int], None]
 
 
 class Row(BaseModel):
-    """What a result file has of one example: its score, answer and labels, and its share of what its batch took."""
+    """One example in a result file: its score, answer and labels, and its share of the time and bytes of its batch."""
 
     example: NonNegativeInt
     score: float = Field(ge=0, le=1)
@@ -61,18 +62,24 @@ class Evaluation:
         return float(np.mean([row["score"] for row in self.rows]))
 
     @property
+    def standard_error(self) -> float | None:
+        """Standard error of `score`, if examples are independent; None for a single example."""
+        scores = [row["score"] for row in self.rows]
+        return None if len(scores) < 2 else float(np.std(scores, ddof=1) / len(scores) ** 0.5)
+
+    @property
     def cache_bytes(self) -> float:
-        """Bytes held per example, on average, on device and host together."""
+        """Bytes per example on device and host together, on average."""
         return float(np.mean([row["cache_bytes"] + row["host_cache_bytes"] for row in self.rows]))
 
     @property
     def full_cache_bytes(self) -> float:
-        """Bytes that the full cache would have held."""
+        """Bytes per example that the full cache would hold, on average."""
         return float(np.mean([row["full_cache_bytes"] for row in self.rows]))
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens read and sampled after the prompts, over the time that took, compilation left out."""
+        """Tokens read and generated after the prompts, per second, without compilation."""
         decoded = sum(row["question_tokens"] + row["new_tokens"] for row in self.rows)
         return decoded / max(sum(row["decode_seconds"] for row in self.rows), 1e-9)
 
@@ -95,71 +102,165 @@ def evaluate(
     batch: int = 4,
     prefill_block: int | None = None,
     out: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     mesh: Mesh | str | None = None,
 ) -> Evaluation:
     """Have a model answer a task's examples with its cache kept by a policy.
 
     Args:
         budget: as for `generate`.
-        query_aware: whether the policy compresses context and question together, so that the question is what its observation
-            window sees. By default the context is compressed before its question is known, as one that many questions are asked
-            of has to be; the question is then read token by token. Not for examples of a session.
-        chat: put examples in the model's chat template; by default if it has one.
+        query_aware: whether the policy sees the question when it compresses: context and question are then one prompt. By default the
+            context is compressed before the question is known, as a context that serves many questions must be, and the question is
+            read token by token afterwards. Not supported for examples of a session.
+        chat: whether to use the model's chat template; by default if it has one.
         batch: examples that run together.
         prefill_block: as for `generate`.
-        out: a file of JSON lines to write results to, example by example; those it has already are not run again.
-        progress: called with examples done and in all.
-        mesh: devices to run over, as for `kvjax.Engine`. Of examples that run together those along "data" have as many each, so that `batch` is
-            rounded up. Questions of one context are one row, which they all do. Bytes are those of one device whatever the mesh.
-            Where several processes share it, all make the same call, and only the first reads and writes `out`.
+        out: a file of JSON lines to write results to, example by example. Examples that it contains already are not run again.
+        progress: called with the number of examples done and in all.
+        mesh: devices to run over, as for `kvjax.Engine`. Examples that run together are sharded evenly along "data", so `batch` is
+            rounded up. The questions of a session are one sequence, which devices along "data" repeat. Bytes are those of one device
+            whatever the mesh. Of several processes that share it, all make the same call, and only the first reads and writes `out`.
 
     Raises:
-        ValueError: the model has no tokenizer, or `out` holds results of another run, or rows that are not of this task; or the
-            task's questions share contexts, and are to be known.
+        ValueError: the model has no tokenizer; `out` has results of another run, or rows that are not of this task; or the task has
+            sessions and `query_aware` is set.
         PolicyError: the policy is unknown or cannot work with this budget.
     """
+    policy = get_policy(policy, budget=budget)
+    prepared = prepare(
+        params, task, query_aware=query_aware, chat=chat, batch=batch, prefill_block=prefill_block, mesh=mesh
+    )
+    return prepared.run(policy, out, progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A task on one model: its examples, and the batches in which they run under any policy.
+
+    Attributes:
+        form: how examples become tokens.
+        settings: of the run, as result files record them; without the policy's.
+    """
+
+    task: Task
+    form: Format
+    examples: Sequence[Example]
+    plan: Plan
+    query_aware: bool
+    settings: dict[str, Any]
+
+    def run(self, policy: Policy, out: Path | None = None, progress: Progress | None = None) -> Evaluation:
+        """Answer and score the examples under a policy; arguments and errors as for `evaluate`."""
+        params, mesh = on_mesh(self.plan.params, self.plan.mesh, policy)
+        settings = {"policy": {"name": policy.info.name, **described(policy)}, **self.settings}
+        results = ResultFile(out, header(mesh, **settings), Row, _check(self.examples), mesh)
+        done = {row["example"] for row in results.rows}
+        if progress is not None:
+            progress(len(done), len(self.examples))
+        for batch in self.plan.batches:
+            if not done.issuperset(batch.examples):
+                # The whole batch, so that a resumed run holds the planned bytes.
+                rows = self._run(params, mesh, policy, batch)
+                results.append([row for row in rows if row["example"] not in done])
+                done.update(batch.examples)
+                if progress is not None:
+                    progress(len(done), len(self.examples))
+        return Evaluation(results.header, sorted(results.rows, key=lambda row: row["example"]))
+
+    def _run(self, params: Params, mesh: Mesh | None, policy: Policy, batch: Batch) -> list[dict[str, Any]]:
+        """A row for each example of a batch."""
+        examples, block = [self.examples[i] for i in batch.examples], self.plan.block(policy, batch)
+        if batch.session:
+            answers = ask(params, policy, self.form, examples, block, mesh)
+        else:
+            answers = self._generate(params, mesh, policy, examples, batch.rows, block)
+        held, rows = self.plan.row_bytes(policy, batch), []
+        for i, example, answer in zip(batch.examples, examples, answers, strict=True):
+            reply, *_ = answer
+            assert reply.text is not None  # `prepare` refuses models without a tokenizer
+            rows.append(
+                {
+                    "example": i,
+                    "score": self.task.score(reply.text, example),
+                    "answer": reply.text,
+                    "answers": list(example.answers),
+                    "labels": dict(example.labels),
+                    "context_tokens": answer.context_tokens,
+                    "question_tokens": answer.question_tokens,
+                    "new_tokens": len(reply.tokens),
+                    **held,
+                    "prefill_seconds": answer.prefill_seconds,
+                    "decode_seconds": answer.decode_seconds,
+                }
+            )
+        return rows
+
+    def _generate(
+        self,
+        params: Params,
+        mesh: Mesh | None,
+        policy: Policy,
+        examples: Sequence[Example],
+        rows: int,
+        prefill_block: int | None,
+    ) -> list[Answered]:
+        """Answers to examples that run as one batch, padded to `rows` sequences with copies of the last example."""
+        pairs = [self.form.encode(example) for example in examples]
+        pairs += pairs[-1:] * (rows - len(pairs))
+        answers = generate(
+            params,
+            [context + question if self.query_aware else context for context, question in pairs],
+            policy=policy,
+            max_new_tokens=examples[0].max_new_tokens,
+            stop=examples[0].stop,
+            question=None if self.query_aware else [question for _, question in pairs],
+            prefill_block=prefill_block,
+            mesh=mesh,
+        )
+        stats = answers[0].stats
+        seconds = stats.prefill_seconds / rows, stats.decode_seconds / rows
+        return [
+            Answered(answer, len(context), 0 if self.query_aware else len(question), *seconds)
+            for _, answer, (context, question) in zip(examples, answers, pairs, strict=False)
+        ]
+
+
+def prepare(
+    params: Params,
+    task: Task,
+    *,
+    query_aware: bool = False,
+    chat: bool | None = None,
+    batch: int = 4,
+    prefill_block: int | None = None,
+    mesh: Mesh | str | None = None,
+) -> Prepared:
+    """Make a task's examples and plan their batches, once for all policies; arguments and errors as for `evaluate`."""
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so it cannot be given a task; load one that has")
     if batch < 1:
         raise ValueError(f"batch={batch}; give 1 or more")
     form = Format(params.tokenizer, params.tokenizer.chat_template is not None if chat is None else chat)
-    policy = get_policy(policy, budget=budget)
-    settings = {
-        "task": {"name": task.name, **described(task)},
-        "model": model_fingerprint(params),
-        "policy": {"name": policy.info.name, **described(policy)},
-        "query_aware": query_aware,
-        "chat": form.chat,
-        "batch": batch,
-    } | ({} if prefill_block is None else {"prefill_block": prefill_block})
     examples = task.examples(form)
     if query_aware and any(example.session is not None for example in examples):
         raise ValueError(
             f"query_aware=True, but {task.name} asks many questions of a context that is compressed once; leave it out"
         )
-    params, mesh = on_mesh(params, mesh, policy)
-    results = ResultFile(out, header(mesh, **settings), Row, _belongs(examples), mesh)
-    done = {row["example"] for row in results.rows}
-    if progress is not None:
-        progress(len(done), len(examples))
-    data = get_shard(mesh, params.config).data
-    for planned, rows in _batches(form, examples, -(-batch // data) * data, data):
-        left = [i for i in planned if i not in done]
-        if left and examples[left[0]].session is not None:
-            found = _run_session(params, task, policy, form, examples, planned, prefill_block, mesh)
-            results.append([row for row in found if row["example"] in left])
-        elif left:
-            results.append(_run(params, task, policy, form, query_aware, examples, left, rows, prefill_block, mesh))
-        if left:
-            done |= set(left)
-            if progress is not None:
-                progress(len(done), len(examples))
-    return Evaluation(results.header, sorted(results.rows, key=lambda row: row["example"]))
+    over = mesh_of(params) if mesh is None else get_mesh(mesh)
+    data = get_shard(over, params.config).data
+    batches = make_batches(params.config, form, examples, -(-batch // data) * data, query_aware=query_aware, data=data)
+    settings = {
+        "task": {"name": task.name, **described(task)},
+        "model": model_fingerprint(params),
+        "query_aware": query_aware,
+        "chat": form.chat,
+        "batch": batch,
+    } | ({} if prefill_block is None else {"prefill_block": prefill_block})
+    return Prepared(task, form, examples, Plan(params, batches, prefill_block, over), query_aware, settings)
 
 
-def _belongs(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | None]:
-    """What says why a row is none of these examples', or is there twice."""
+def _check(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | None]:
+    """A check of rows: it returns an error for an unknown example, a second row of an example, or other answers or labels."""
     existing: set[int] = set()
 
     def wrong(row: dict[str, Any]) -> str | None:
@@ -179,7 +280,7 @@ def _belongs(examples: Sequence[Example]) -> Callable[[dict[str, Any]], str | No
 
 
 def described(settings: Any) -> dict[str, Any]:
-    """The fields of a task or policy that make it what it is; of a long text, its beginning and its hash."""
+    """The fields of a task or policy, as result files record them: long texts as their beginning and a hash."""
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     return {name: _short(value) if isinstance(value, str) else value for name, value in fields.items()}
 
@@ -188,115 +289,3 @@ def _short(text: str) -> str:
     if len(text) <= 200:
         return text
     return f"{text[:60]}… ({len(text)} characters, SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
-
-
-def _batches(form: Format, examples: Sequence[Example], size: int, data: int) -> list[tuple[list[int], int]]:
-    """Examples of like lengths that run together, and the rows of the compiled program that runs them; those of a session by themselves.
-
-    Rows are a multiple of `data`.
-    """
-    groups: dict[Any, list[int]] = {}
-    together: dict[int, list[int]] = {}
-    for i, example in enumerate(examples):
-        if example.session is not None:
-            together.setdefault(example.session, []).append(i)
-            continue
-        context, question = form.encode(example)
-        key = bucket(len(context)), bucket(len(question)), example.max_new_tokens, example.stop
-        groups.setdefault(key, []).append(i)
-    batches = [
-        (group[at : at + size], min(size, -(-len(group) // data) * data))
-        for group in groups.values()
-        for at in range(0, len(group), size)
-    ]
-    return batches + [(group, 1) for group in together.values()]
-
-
-def _run(
-    params: Params,
-    task: Task,
-    policy: Policy,
-    form: Format,
-    query_aware: bool,
-    examples: Sequence[Example],
-    batch: Sequence[int],
-    size: int,
-    prefill_block: int | None,
-    mesh: Mesh | None,
-) -> list[dict[str, Any]]:
-    """Answers of one batch, filled up to `size` rows so that all batches of like lengths share one compiled program."""
-    padded = [*batch, *[batch[-1]] * (size - len(batch))]
-    pairs = [form.encode(examples[i]) for i in padded]
-    first = examples[batch[0]]
-    answers = generate(
-        params,
-        [context + question if query_aware else context for context, question in pairs],
-        policy=policy,
-        max_new_tokens=first.max_new_tokens,
-        stop=first.stop,
-        question=None if query_aware else [question for _, question in pairs],
-        prefill_block=prefill_block,
-        mesh=mesh,
-    )
-    rows, on_one_device = [], {}
-    if mesh is not None:
-        sizes = _sizes(pairs, query_aware, first.max_new_tokens)
-        on_one_device = row_bytes(policy, params.config, *sizes, params.dtype, answers[0].stats.prefill_block)
-    for i, (context, question), answer in zip(batch, pairs, answers, strict=False):
-        example, stats = examples[i], answer.stats
-        assert answer.text is not None  # tasks are asked of models with tokenizers
-        shares = ("cache_bytes", "host_cache_bytes", "full_cache_bytes", "prefill_seconds", "decode_seconds")
-        rows.append(
-            {
-                "example": i,
-                "score": task.score(answer.text, example),
-                "answer": answer.text,
-                "answers": list(example.answers),
-                "labels": dict(example.labels),
-                "context_tokens": len(context),
-                "question_tokens": 0 if query_aware else len(question),
-                "new_tokens": len(answer.tokens),
-                **{name: getattr(stats, name) / stats.rows for name in shares},
-                **on_one_device,
-            }
-        )
-    return rows
-
-
-def _sizes(pairs: Sequence[tuple[list[int], list[int]]], query_aware: bool, new_tokens: int) -> tuple[int, int]:
-    """Tokens of the longest prompt of a batch, and the most that follow one."""
-    contexts, questions = ([len(pair[i]) for pair in pairs] for i in range(2))
-    if query_aware:
-        return max(map(sum, zip(contexts, questions, strict=True))), new_tokens
-    return max(contexts), max(questions) + new_tokens
-
-
-def _run_session(
-    params: Params,
-    task: Task,
-    policy: Policy,
-    form: Format,
-    examples: Sequence[Example],
-    group: Sequence[int],
-    prefill_block: int | None,
-    mesh: Mesh | None,
-) -> list[dict[str, Any]]:
-    """Answers to the questions of one context."""
-    rows = []
-    replies = sessions.ask(params, policy, form, [examples[i] for i in group], prefill_block, mesh)
-    for i, asked in zip(group, replies, strict=True):
-        example, reply = examples[i], asked.reply
-        assert reply.text is not None
-        took = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "reply"}
-        rows.append(
-            {
-                "example": i,
-                "score": task.score(reply.text, example),
-                "answer": reply.text,
-                "answers": list(example.answers),
-                "labels": dict(example.labels),
-                "new_tokens": len(reply.tokens),
-                **took,
-            }
-        )
-    return rows

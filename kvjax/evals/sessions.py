@@ -1,9 +1,8 @@
-"""Asking the questions of one context: the context is read and compressed once, in a `Session`, and not again for any of them."""
+"""Asking the questions of one context: a `Session` prefills and compresses the context once for all of them."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -12,28 +11,22 @@ from kvjax.policies import Policy
 from kvjax.runtime.generation import Reply
 from kvjax.runtime.session import Session
 
-from .budgets import row_bytes
 from .task import Example, Format
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A question, its answer, and what they took.
+class Answered(NamedTuple):
+    """The answer to one example, and the time it took.
 
     Attributes:
-        reply: the answer.
-        context_tokens, question_tokens: what was read before it: the context, and of what follows it what no question before it had read.
-        cache_bytes, host_cache_bytes, full_cache_bytes: what the session's cache holds, and what a full one would, as one device has them.
-        prefill_seconds: this question's share of reading and compressing the context.
-        decode_seconds: reading the question and answering it.
+        context_tokens: tokens of the context.
+        question_tokens: tokens that were read after the context was compressed, for this example alone.
+        prefill_seconds: this example's share of prefilling and compressing the context.
+        decode_seconds: its share of reading the question and generating the answer.
     """
 
     reply: Reply
     context_tokens: int
     question_tokens: int
-    cache_bytes: int
-    host_cache_bytes: int
-    full_cache_bytes: int
     prefill_seconds: float
     decode_seconds: float
 
@@ -45,26 +38,23 @@ def ask(
     examples: Sequence[Example],
     prefill_block: int | None,
     mesh: Mesh | None = None,
-) -> list[Asked]:
-    """Answers to the examples of one session, in their order; on a mesh, as `Session`.
+) -> list[Answered]:
+    """Answers to the examples of one session, in their order.
+
+    Args:
+        prefill_block, mesh: as for `kvjax.Session`.
 
     Raises:
-        ValueError: one of them has stop strings, which a session's answers do not end at.
-        PolicyError: the policy cannot serve sequences of that length.
+        ValueError: an example has stop strings, which sessions do not support.
+        PolicyError: the policy cannot work with sequences of this length.
     """
     if any(example.stop for example in examples):
         raise ValueError("questions of a session have stop strings; leave them out, answers there end by themselves")
     context, questions, most = plan(form, examples)
     begun = time.perf_counter()
     session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block, mesh=mesh)
-    prefill_seconds = time.perf_counter() - begun - session.compile_seconds
-    sizes = params.config, len(context) - 1, most + 1, params.dtype  # the context's last token is read afterwards
-    held: dict[str, Any] = {
-        **row_bytes(policy, *sizes, prefill_block),
-        "prefill_seconds": prefill_seconds / len(examples),
-        "context_tokens": len(context),
-    }
-    found: list[Asked] = []
+    prefill_seconds = (time.perf_counter() - begun - session.compile_seconds) / len(examples)
+    found: list[Answered] = []
     for example, question in zip(examples, questions, strict=True):
         begun, compiled = time.perf_counter(), session.compile_seconds
         asked = session if example.history == "own" else session.fork()
@@ -74,17 +64,17 @@ def ask(
             and question[:1] == asked.tokens[-1:]
             and question[0] in params.config.eos
         ):
-            question = question[1:]  # the end token that the answer before it has already
+            question = question[1:]  # the answer before it ended with this end token
         reply = asked.generate(question, example.max_new_tokens)
         seconds = time.perf_counter() - begun - (session.compile_seconds - compiled)
-        found.append(Asked(reply, question_tokens=len(question), decode_seconds=seconds, **held))
+        found.append(Answered(reply, len(context), len(question), prefill_seconds, seconds))
         if example.history == "reference" and len(found) < len(examples):
             session.read([*question, *reference_answer(form, example)])
     return found
 
 
 def plan(form: Format, examples: Sequence[Example]) -> tuple[list[int], list[list[int]], int]:
-    """Token ids of a session's context and of its questions, and the most tokens that follow the context."""
+    """Token ids of a session's context and of its questions, and the maximum number of tokens that follow the context."""
     context, first = form.encode(examples[0])
     if examples[0].history == "none":
         questions = [form.encode(example)[1] for example in examples]
@@ -102,5 +92,5 @@ def plan(form: Format, examples: Sequence[Example]) -> tuple[list[int], list[lis
 
 
 def reference_answer(form: Format, example: Example) -> list[int]:
-    """Token ids of an example's reference answer, as if the model had given it."""
+    """Token ids of an example's reference answer, as if the model had generated it."""
     return form.tokenizer.encode(", ".join(example.answers), add_special=False)

@@ -1,4 +1,4 @@
-"""What an evaluation task is: examples that a model answers, and a score for each answer."""
+"""Evaluation tasks: examples that a model answers, and a score for each answer."""
 
 import contextlib
 import dataclasses
@@ -9,26 +9,26 @@ from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 
 History = Literal["reference", "own", "none"]
-"""What a question of a session follows: the one before it and the reference answer to that, or the model's own, or just the context."""
+"""What a question of a session follows: the previous question with its reference answer or the model's own, or only the context."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A context, a question about it, and what counts as right.
+    """A context, a question about it, and the correct answers.
 
     Attributes:
-        context: what the cache policy compresses.
-        question: what follows the context; not empty.
+        context: the text that the cache policy compresses.
+        question: the text after the context; not empty.
         answers: reference answers.
-        max_new_tokens: most tokens that the model may answer with.
-        prefix: how the answer begins; written for the model.
+        max_new_tokens: maximum number of tokens of an answer.
+        prefix: the beginning of the answer, which the model is given.
         stop: strings that end the answer.
-        chat: whether a chat model gets this in its chat template; completions (of code, of few-shot lists) go without.
-        choices: what there is to choose from, where the task is to classify.
-        labels: what results are broken down by, such as a needle's depth.
-        session: examples of the same number have one context, which is read and compressed once; then they are asked in their order.
-            None for one that is asked by itself.
-        history: what it follows there.
+        chat: whether chat models get this example in their chat template; False for completions, such as code and few-shot lists.
+        choices: the classes of a classification task.
+        labels: values to break results down by, such as a needle's depth.
+        session: examples with the same number share one context, which is prefilled and compressed once; they are asked in order.
+            None for an example that is asked alone.
+        history: what the question follows in its session.
     """
 
     context: str
@@ -57,13 +57,13 @@ class Format:
     chat: bool = False
 
     def encode(self, example: Example) -> tuple[list[int], list[int]]:
-        """Token ids of what is compressed, and of what follows it.
+        """Token ids of the context, which is compressed, and of the rest.
 
-        The two are tokenised apart, so that a run sees the same tokens whether its policy knows the question or not. What the
-        template puts behind the message, and the answer's prefix, belong to what follows.
+        The two are tokenised separately, so a run sees the same tokens whether it is question-aware or not. The rest includes the end of
+        the chat template and the answer's prefix.
 
         Raises:
-            ValueError: the model has no chat template, or its template changes the message.
+            ValueError: the model has no chat template, or its template modifies the message.
         """
         if not (self.chat and example.chat):
             following = self.tokenizer.encode(example.question + example.prefix, add_special=False)
@@ -77,10 +77,10 @@ class Format:
         return self.tokenizer.encode(context, add_special=False), self.tokenizer.encode(following, add_special=False)
 
     def encode_next(self, example: Example) -> list[int]:
-        """Token ids of a question that follows the answer to another one: in a chat, as the user's next message.
+        """Token ids of a question that follows the previous question's answer: in a chat, as the user's next message.
 
         Raises:
-            ValueError: the model has no chat template, or its template leaves earlier answers out.
+            ValueError: the model has no chat template, or its template omits earlier answers.
         """
         if not (self.chat and example.chat):
             return self.tokenizer.encode(example.question + example.prefix, add_special=False)
@@ -91,14 +91,14 @@ class Format:
         return self.tokenizer.encode(text + example.prefix.lstrip(), add_special=False)
 
     def count(self, example: Example) -> int:
-        """Tokens of the whole: prompt, question and the longest answer."""
+        """Number of tokens of context, question and the longest answer."""
         context, question = self.encode(example)
         return len(context) + len(question) + example.max_new_tokens
 
 
 @contextlib.contextmanager
 def _without_chat() -> Iterator[None]:
-    """Say how to do without a template that refuses the messages, or leaves one out."""
+    """Add to the errors of a chat template how to do without it."""
     try:
         yield
     except ValueError as error:
@@ -106,17 +106,17 @@ def _without_chat() -> Iterator[None]:
 
 
 class Task(Protocol):
-    """Examples and their scores. A task is a frozen dataclass: its fields are its settings, which result files record."""
+    """Examples and their scores. A task is a frozen dataclass whose fields are its settings, which result files record."""
 
     @property
     def name(self) -> str:
-        """What results call it."""
+        """The name in results."""
         ...
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """All examples, the same each time."""
+        """All examples; deterministic."""
         ...
 
     def score(self, answer: str, example: Example) -> float:
-        """From 0 (wrong) to 1 (right)."""
+        """The score of an answer, from 0 (wrong) to 1 (right)."""
         ...

@@ -1,40 +1,42 @@
-"""Tasks by name, from the few things that a user gives: lengths, samples, a seed, files."""
+"""Tasks by name, made from a few inputs: lengths, samples, a seed, files."""
 
 import dataclasses
 from pathlib import Path
 from typing import cast, get_args
 
-from kvjax.suggestions import hint, same
-from kvjax.texts import read_text
+from kvjax._util.suggestions import hint, same
+from kvjax._util.texts import read_text
+from kvjax._util.user_code import load_module
 
 from . import longbench, ruler
 from .gsm8k import GSM8K
 from .math_problems import Benchmark, MathProblems
 from .multi_query import MultiQuery, ScoreBy
 from .needle import Kind, NeedleInAHaystack
-from .task import History
+from .task import History, Task
 
 MEASURES = ("perplexity", "fidelity")
-"""What is measured on a text, with no answers to score."""
+"""Tasks that are measured on a text; there are no answers to score."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What tasks are made from; each takes what it knows of.
+    """What named tasks are made from; each task uses what it has a use for.
 
     Attributes:
-        lengths: tokens of prompt and answer, or of the text that is read; None: the task's own. Only needles take several.
-        samples: examples, of a needle task for each length and depth; None: 1 of needles, 20 of RULER, else all there are.
-        seed: of what is drawn.
-        depths: of needles, as shares of the haystack.
-        text: a plain text: haystack, or what perplexity and fidelity are measured on.
+        lengths: tokens of prompt and answer, or of the text; None for the task's own. Only needle tasks take several.
+        samples: number of examples, in needle tasks for each length and depth; None for 1 in needle tasks, 20 in RULER, otherwise all.
+        seed: random seed.
+        depths: of needles, as fractions of the haystack.
+        text: plain text: a haystack, or what perplexity and fidelity are measured on.
         data: LongBench's jsonl file or the folder of them, problems of GSM8K, MATH-500 or AIME, contexts with many questions, or the
             questions of RULER's QA tasks.
         examples: GSM8K's solved examples.
-        shots: how many of them; with none of them GSM8K is asked of a model that reasons.
-        window, stride: perplexity in windows of so many tokens, that begin so far from one another, in place of streaming.
-        queries: tokens at the text's end that fidelity compares the attention of.
-        max_new_tokens: of an answer to problems of mathematics and to questions of one context; None: the task's own.
+        shots: number of solved examples; with 0, GSM8K asks the model to reason.
+        window, stride: tokens of a window, and from the start of one window to that of the next, to measure perplexity in windows instead of
+            streaming.
+        queries: tokens at the text's end whose attention fidelity compares.
+        max_new_tokens: of an answer to problems of mathematics and to questions of one context; None for the task's own.
         history: what the questions of one context follow, see `MultiQuery`.
         score_by: how answers to them are scored, see `MultiQuery`.
     """
@@ -55,24 +57,24 @@ class Inputs:
     score_by: ScoreBy = "any"
 
     def length(self, default: int) -> int:
-        """The one length that most tasks take.
+        """The length, for tasks that take only one.
 
         Raises:
-            ValueError: there are several.
+            ValueError: several are given.
         """
         if self.lengths is not None and len(self.lengths) != 1:
             raise ValueError(f"lengths {self.lengths}: only needle tasks take several; give one")
         return default if self.lengths is None else self.lengths[0]
 
     def read_text(self) -> str | None:
-        """The text, if one is given."""
+        """The text, or None if none is given."""
         return None if self.text is None else read_text(self.text)
 
     def file(self, field: str, what: str) -> str:
-        """The path that `field` holds.
+        """The path that `field` has.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no path is given.
         """
         path: Path | None = getattr(self, field)
         if path is None:
@@ -81,22 +83,47 @@ class Inputs:
 
 
 def task_names() -> tuple[str, ...]:
-    """All names that `make_task` knows, and the `MEASURES`."""
+    """The names of all tasks: the `MEASURES`, and those that `make_task` makes."""
     needles = (f"needle-{kind}" for kind in get_args(Kind))
     named = (f"longbench-{name}" for name in longbench.tasks())
     return (*MEASURES, *needles, *ruler.TASKS, *named, "gsm8k", *get_args(Benchmark), "multi-query")
 
 
 def task_name(asked: str) -> str:
-    """The one of `task_names` that is asked for, of which only letters and digits matter, and not their case.
+    """The name in `task_names` that has the same letters and digits, whatever their case.
 
     Raises:
-        ValueError: there is none such; the message names all, and the nearest.
+        ValueError: there is no such task. The message names all tasks and the most similar one.
     """
     found = same(asked, task_names())
     if found is None:
         raise ValueError(f"unknown task {asked!r}; there are {', '.join(task_names())}.{hint(asked, task_names())}")
     return found
+
+
+def find_task(text: str) -> str | Task:
+    """The task that a command is given: a name of `task_names`, or the user's own as "FILE.py:NAME" or "MODULE:NAME".
+
+    Raises:
+        ValueError: there is no such task, or it lacks part of a `Task`.
+        FileNotFoundError, ImportError: the module cannot be loaded.
+    """
+    source, colon, name = text.rpartition(":")
+    if not colon:
+        return task_name(text)
+    module = load_module(source)
+    if not hasattr(module, name):
+        raise ValueError(f"{text}: {source} has no {name!r}; give a task that it defines.{hint(name, vars(module))}")
+    task = getattr(module, name)
+    try:
+        task = task() if isinstance(task, type) else task
+    except TypeError as error:
+        raise ValueError(f"{text}: {error}; give the task's fields defaults, or name an object") from None
+    if not all(callable(getattr(task, part, None)) for part in ("examples", "score")) or not (
+        dataclasses.is_dataclass(task) and isinstance(getattr(task, "name", None), str)
+    ):
+        raise ValueError(f"{text}: not a task; give a dataclass with a name, examples(form) and score(answer, example)")
+    return cast(Task, task)
 
 
 def make_task(
@@ -105,10 +132,10 @@ def make_task(
     """The task of that name.
 
     Args:
-        window: tokens that the model was trained on, which prompts of LongBench are cut to.
+        window: length of the model's context window in tokens; LongBench's prompts are truncated to it.
 
     Raises:
-        ValueError: the name is unknown, or something that the task needs is not given.
+        ValueError: the name is unknown, or an input that the task needs is not given.
     """
     name = task_name(name)
     if name.startswith("needle-") and name.removeprefix("needle-") in get_args(Kind):

@@ -1,4 +1,4 @@
-"""What fits which devices, and how fast it may be, before there are weights or devices."""
+"""Plans which models, policies and contexts fit which devices and how fast they run, without weights or devices."""
 
 from .plan import Plan as Plan
 from .plan import plan as plan

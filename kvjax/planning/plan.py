@@ -1,10 +1,10 @@
-"""`plan`: whether a model, a policy and a context fit some devices, and how fast they may be, before there are weights or devices.
+"""`plan`: whether a model, a policy and a context fit some devices, and how fast decoding can be. Needs no weights or devices.
 
     for way in kvjax.plan("meta-llama/Llama-3.1-70B", device="h200", count=4, context=1_000_000, policy="catekv"):
         print(way.mesh, way.peak_bytes, way.fits, way.largest_batch, way.floor_ms)
 
-Bytes of weights and cache are those of an `Engine` for the devices' shapes. What programs need besides is the compiler's word where it is
-asked for and is here, and else `workspace`, a formula.
+Bytes of weights and cache are those of an `Engine` for the devices' shapes. The programs' temporary memory comes from
+XLA's memory analysis if it is requested and the compiler is installed, and otherwise from a formula (`workspace`).
 """
 
 import dataclasses
@@ -18,20 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.arguments import whole
+from kvjax._util.arguments import whole
+from kvjax._util.suggestions import hint
 from kvjax.bench import floor
 from kvjax.bench.case import bound_policy, read_policy
 from kvjax.cache import layer_specs
+from kvjax.config import ModelConfig
 from kvjax.conversion.shapes import shapes_of
 from kvjax.devices import PRESETS
-from kvjax.models import ModelConfig, Params
+from kvjax.models import Params
 from kvjax.models.sharding import AXES, bytes_per_device, parse_mesh
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.unbound import check_unbound
-from kvjax.runtime import ahead_of_time
+from kvjax.runtime import absent_tpu
 from kvjax.runtime.engine import Engine, Memory
 from kvjax.runtime.generation import BLOCK
-from kvjax.suggestions import hint
 
 from .sums import step_sums, sums_seconds
 from .workspace import cache_bytes, workspace
@@ -39,13 +40,13 @@ from .workspace import cache_bytes, workspace
 Kind = Literal["float", "int8", "int4", "as stored"]
 
 WEIGHTS: tuple[Kind, ...] = ("float", "int8", "int4")
-"""Kinds of weights that are planned for unasked, from what loses least."""
+"""Kinds of weights that are planned by default, in order of increasing quantisation error."""
 
 _LEAST_LOST: tuple[Kind, ...] = ("float", "as stored", "int8", "int4")
 
 SHARES: Mapping[str, Mapping[str, float]] = {"catekv": {"adaptive": 0.4}, "duoattention": {"retrieval": 0.5}}
-"""Shares of heads that keep everything where a model has no profile: r = 0.4 of CateKV's evaluation (section 4.2), and DuoAttention's
-published sparsity for models whose query heads share KV heads."""
+"""Fraction of heads that keep everything if there is no profile of the model: r = 0.4 of CateKV's evaluation (section 4.2), and DuoAttention's published sparsity for models with grouped-query attention.
+"""
 
 CHIPS: Mapping[tuple[str, int], str] = {
     ("v5e", 1): "v5e",
@@ -55,42 +56,42 @@ CHIPS: Mapping[tuple[str, int], str] = {
     ("v5p", 4): "v5p:2x2x1",
     ("v6e", 8): "v6e:2x4",
 }
-"""What `kvjax.runtime.ahead_of_time.mesh` calls so many chips."""
+"""Device and count → name in `kvjax.runtime.absent_tpu.mesh`."""
 
 _Sizes = tuple[int, ...]
-"""Devices along each of `AXES`."""
+"""Number of devices along each of `AXES`."""
 
 _BUDGET_STEP = 256
-"""What budgets that are proposed are multiples of."""
+"""Proposed budgets are multiples of this number."""
 
 _CUT = "snapkv"
-"""Whose budgets are proposed where a policy that has none does not fit."""
+"""Policy whose budgets are proposed if the requested policy has none and does not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One way to run a model. Bytes and times are those of each device.
+    """One way to run a model. Bytes and times are per device.
 
     Attributes:
-        device, count: what it runs on.
-        mesh: how devices share the work, as `kvjax.load` takes it.
-        policy: how the cache is kept.
-        weights: how the layers' matrices are held; the type, of floats.
-        context, new_tokens: tokens of the prompt and after it, in each row.
-        batch: rows, over all devices: at least one for each along `data`.
-        block: tokens of the prompt that are read at a time; 0 if it is read whole.
-        memory: bytes that programs may have.
-        weight_bytes, cache_bytes: what stays.
-        host_cache_bytes: of the cache in the host's memory, no part of the others.
-        workspace_bytes: what the program that holds most has besides.
-        memory_by: "formula" or "compiler": whose word `workspace_bytes` is.
-        largest_batch: the most rows that fit, by the formula.
-        step_bytes: bytes that a decoding step reads.
-        floor_ms: milliseconds per token, or step of all rows, that `step_bytes` take by the data sheet's bandwidth. None if that is unknown.
-        sums: how often devices add up in a step, or put together what each has found in its slots.
-        sums_ms: milliseconds of it, by a measured table; None where there is none for the device.
-        notes: what else is to be known.
-        refused: why this is impossible, where it is; mostly there are no bytes then.
+        device, count: kind and number of devices.
+        mesh: mesh, as for `kvjax.load`.
+        policy: the policy.
+        weights: kind of the layers' matrices; the floating-point type if they are not quantised.
+        context, new_tokens: number of prompt tokens and new tokens per sequence.
+        batch: number of sequences over all devices, at least one per device along `data`.
+        block: block size of chunked prefill in tokens; 0 for whole prompts.
+        memory: available memory, in bytes.
+        weight_bytes, cache_bytes: bytes of weights and cache.
+        host_cache_bytes: bytes of the cache in host memory, not included in the others.
+        workspace_bytes: largest temporary memory of the programs.
+        memory_by: source of `workspace_bytes`: "formula" or "compiler".
+        largest_batch: maximum number of sequences that fit, by the formula.
+        step_bytes: bytes that a decode step reads.
+        floor_ms: bandwidth bound: milliseconds per decode step to read `step_bytes`. None if the bandwidth is unknown.
+        sums: number of all-reduces and gathers per decode step.
+        sums_ms: milliseconds per decode step for these, from a measured table; None if there is none for the device.
+        notes: remarks.
+        refused: reason why this way is impossible; most byte counts are then 0.
     """
 
     device: str
@@ -118,17 +119,17 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at a time."""
+        """Peak memory: weights, cache and workspace."""
         return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether that is within the device's memory."""
+        """Whether the peak is within the device's memory."""
         return self.refused is None and self.peak_bytes <= self.memory
 
     @property
     def ms(self) -> float | None:
-        """Milliseconds per token by floor and sums; None where the floor is unknown."""
+        """Estimated milliseconds per decode step: bandwidth bound plus communication. None if the bandwidth is unknown."""
         return None if self.floor_ms is None else self.floor_ms + (self.sums_ms or 0.0)
 
 
@@ -151,37 +152,43 @@ def plan(
     compile: bool = False,
     fit: bool = False,
 ) -> tuple[Plan, ...]:
-    """What each way to share a model among some devices takes and allows.
+    """Estimate memory and speed for each way to share a model among devices.
 
     Args:
-        model: a checkpoint, of which only headers are read; a hub id or `config.json`, without weights; a shape's name
-            (`kvjax.models.presets`); or a `ModelConfig`. The default model if None.
-        device: a key of `kvjax.devices.PRESETS`, or "cpu", this machine's, for which `memory` is to be given.
-        count: devices, alike and of one host.
-        mesh: how they share the work, such as "data=2,model=4"; by default every way to do so, along "sequence" only where KV heads cannot be
-            dealt to more devices.
-        context: tokens of each row's prompt; by default the trained window less `new_tokens`.
-        new_tokens: tokens that follow.
-        batch: rows; rounded up to what a mesh deals.
-        policy, budget: as for `kvjax.generate`. Where CateKV and DuoAttention have no profile of the model, heads are shared out as
-            `SHARES` has it; `share_adaptive=0.3` among CateKV's hyperparameters says otherwise.
-        weights: "float", "int8", "int4" or "as stored", one or several; by default the first three.
-        embedding: the same, of embedding and head; floats by default.
-        dtype: type of floats, and of the cache.
-        prefill_block: tokens of the prompt to read at a time; by default 4096 where the policy can, else the whole prompt.
-        memory: bytes that programs may have on each device, instead of the preset's.
-        compile: ask the compiler for the memory of the first way that fits, or else of the first, if it is here: for TPUs by
-            libtpu, for the CPU by XLA. This takes minutes for a large model.
-        fit: only the way that loses least among those that fit: with the widest weights; where nothing fits, with those that take least and
-            the largest budget that then does, of SnapKV if the policy has none or no budget will do. Empty if there is none.
+        model: a checkpoint, whose headers are read; a hub id or `config.json`, without weights; the name of a
+            preset (`kvjax.config`); or a `ModelConfig`. None is the default model.
+        device: a key of `kvjax.devices.PRESETS`, or "cpu" for this machine, which needs `memory`.
+        count: number of devices of the same kind on one host.
+        mesh: mesh such as "data=2,model=4". By default all meshes are planned, with "sequence" only where KV heads
+            cannot be sharded further.
+        context: prompt tokens per sequence; by default the context length minus `new_tokens`.
+        new_tokens: new tokens per sequence.
+        batch: number of sequences, rounded up to a multiple of the `data` axis.
+        policy, budget: as for `kvjax.generate`. Without a profile of the model, CateKV and DuoAttention use the
+            fractions in `SHARES`; `share_adaptive=0.3` among CateKV's hyperparameters overrides this.
+        weights: "float", "int8", "int4" or "as stored", or several of them; by default the first three.
+        embedding: kind of embedding and head; floats by default.
+        dtype: type of unquantised weights and of the cache.
+        prefill_block: block size of chunked prefill in tokens. The default is 4096 if the policy supports it, and
+            otherwise whole prompts.
+        memory: bytes available on each device, instead of the preset's.
+        compile: whether to compile the first way that fits (or else the first way) and use XLA's memory analysis. It
+            needs libtpu for TPUs, and takes minutes for large models.
+        fit: return only one way: of those that fit, the one with the least quantisation. If none fits, use the smallest
+            weights and the largest budget that fits, of SnapKV if the policy has no suitable budget. Empty if nothing
+            fits.
 
     Returns:
-        Those that fit first, by their milliseconds per token; then those that do not by what they hold; then those that are refused.
+        Ways that fit, by milliseconds per step; then ways that do not fit, by memory; then impossible ways.
 
     Raises:
-        ValueError: a number, a device or a mesh is none.
+        ValueError: a number, device or mesh is invalid.
         CheckpointError: see `kvjax.conversion.describe`.
-        PolicyError: the policy is unknown, or cannot work with this model or length.
+        PolicyError: the policy is unknown, or does not support this model or length.
+
+    Example:
+        >>> best, *others = kvjax.plan("llama-3.1-8b", device="h100", policy="treekv", budget=4096)
+        >>> best.fits, best.ms
     """
     given = _Question(model, device, count, mesh, context, new_tokens, batch, embedding, dtype, prefill_block, memory)
     kinds: Sequence[Kind] = WEIGHTS if weights is None else (weights,) if isinstance(weights, str) else weights
@@ -197,7 +204,7 @@ def plan(
 
 @dataclasses.dataclass
 class _Question:
-    """What is asked, less weights and policy; attributes as `plan`'s arguments."""
+    """The arguments of `plan`, without weights and policy."""
 
     model: str | Path | ModelConfig | None
     device: str
@@ -216,7 +223,7 @@ class _Question:
             allowed = [*PRESETS, "cpu"]
             raise ValueError(f"device={self.device!r} is not one of {', '.join(allowed)}.{hint(self.device, allowed)}")
         if self.device == "cpu" and self.memory is None:
-            raise ValueError("device='cpu' has no memory of its own in the table; give memory, in bytes")
+            raise ValueError("device='cpu' has no memory in the table of devices; give memory, in bytes")
         self.count = whole("count", self.count, 1)
         self.new_tokens = whole("new_tokens", self.new_tokens, 1)
         self.batch = whole("batch", self.batch, 1)
@@ -234,7 +241,7 @@ class _Question:
             self.meshes = []
 
     def ways(self, kind: Kind, policy: str | Policy, budget: int | float | None) -> Iterator[Plan]:
-        """One for each mesh."""
+        """One plan per mesh."""
         shapes = self._shapes(kind)
         config = shapes.config
         context = self._context(config)
@@ -247,21 +254,21 @@ class _Question:
             yield self._way(shapes, kind, asked, notes, mesh)
 
     def fitting(self, kind: Kind, policy: str | Policy, budget: int) -> tuple[Plan, ...]:
-        """Those that fit, the best first; none where the policy cannot work with so small a budget."""
+        """Plans that fit, best first; empty if the policy does not support so small a budget."""
         try:
             return tuple(way for way in _best_first(self.ways(kind, policy, budget)) if way.fits)
         except PolicyError:
             return ()
 
     def compiled(self, way: Plan) -> Plan:
-        """The same with the compiler's word for what it holds, or a note that there is none."""
+        """The plan with memory from XLA's memory analysis, or with a note why that is not available."""
         sizes = parse_mesh(way.mesh)
         try:
             memory = self._compiled(way, tuple(sizes.get(axis, 1) for axis in AXES))
         except RuntimeError as error:
             told = str(error).partition("\n")[0]
             if "RESOURCE_EXHAUSTED" in told:
-                return dataclasses.replace(way, memory_by="compiler", refused=f"the compiler refuses it: {told}")
+                return dataclasses.replace(way, memory_by="compiler", refused=f"it does not compile: {told}")
             return dataclasses.replace(way, notes=(*way.notes, f"not compiled: {told}"))
         rest = memory.peak - memory.weights - memory.cache
         return dataclasses.replace(
@@ -288,7 +295,7 @@ class _Question:
         block = self.block
         if block is None and context > BLOCK:
             specs = layer_specs(shapes.config, 1, context, self.new_tokens, shapes.dtype, block=BLOCK)
-            block = BLOCK if all(policy.layer(spec).traits.reading == "blocks" for spec in specs) else None
+            block = BLOCK if all(policy.layer(spec).reads == "blocks" for spec in specs) else None
         return Engine(shapes, policy, **options, mesh=mesh, block=block)
 
     def _way(self, shapes: Params, kind: Kind, asked: str, notes: tuple[str, ...], sizes: _Sizes) -> Plan:
@@ -296,7 +303,7 @@ class _Question:
         data = sizes[0]
         batch = -(-self.batch // data) * data
         name = shapes.dtype.name if kind == "float" else kind
-        # The third axis is named where there is one.
+        # The third axis is shown only if it is used.
         mesh = ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if axis != AXES[2] or size > 1)
         tokens = self._context(shapes.config), self.new_tokens
         device = PRESETS.get(self.device)
@@ -317,9 +324,9 @@ class _Question:
             notes = (*notes, f"{mesh}: {engine.shard.copies} devices hold the same KV heads")
         if repeated := engine.repeated_cache_bytes:
             share = f"{100 * repeated / cached:.0f} % of the cache of a device"
-            notes = (*notes, f"{mesh}: {share} is the same on all {engine.shard.slots} that share slots")
+            notes = (*notes, f"{mesh}: {share} is replicated on all {engine.shard.slots} that share slots")
         if on_host:
-            notes = (*notes, "what is read over the bus to the host is not in the time")
+            notes = (*notes, "the time excludes reads from host memory")
         return dataclasses.replace(
             bare,
             block=engine.block,
@@ -342,7 +349,7 @@ class _Question:
     def _largest(
         self, shapes: Params, policy: Policy, mesh: Any, data: int, memory: int, known: tuple[int, int]
     ) -> int:
-        """Rows that fit, of which each takes as much as another."""
+        """Maximum number of sequences that fit, assuming that each takes the same memory."""
 
         def held(batch: int) -> int:
             engine = self._engine(shapes, policy, batch, mesh)
@@ -367,31 +374,31 @@ class _Question:
         if self.device == "cpu":
             there = jax.devices("cpu")
             if len(there) < self.count or jax.default_backend() != "cpu":
-                raise RuntimeError(f"{self.count} CPU devices are asked for, and JAX has {len(there)} here")
+                raise RuntimeError(f"{self.count} CPU devices are needed, but JAX has {len(there)} here")
             return engine(None if self.count == 1 else there[: self.count]).compile()
         chips = CHIPS.get((self.device, self.count))
         if chips is None:
-            raise RuntimeError(f"{self.count} x {self.device} has no compiler that works ahead of time here")
-        return ahead_of_time.memory_of(engine(ahead_of_time.mesh(chips).devices))
+            raise RuntimeError(f"{self.count} x {self.device} has no ahead-of-time compiler here")
+        return absent_tpu.memory_of(engine(absent_tpu.mesh(chips).devices))
 
 
 def _every_mesh(count: int, config: ModelConfig, policy: Policy) -> list[_Sizes]:
-    """Every way to share work among so many devices, along the third axis only where the second cannot deal so many KV heads, nor slots."""
+    """All meshes of `count` devices. `sequence` is used only where neither KV heads nor slots can be sharded along `model`."""
     sizes = [(n, m, count // (n * m)) for n in range(1, count + 1) for m in range(1, count + 1) if not count % (n * m)]
     return [
         (data, model, slots)
         for data, model, slots in sizes
-        if slots == 1 or (not policy.info.joint_heads and math.gcd(config.num_kv_heads, model * slots) == model)
+        if slots == 1 or (not policy.info.heads_coupled and math.gcd(config.num_kv_heads, model * slots) == model)
     ]
 
 
 def bound_for(
     config: ModelConfig, policy: str | Policy, budget: int | float | None = None
 ) -> tuple[str, Policy, tuple[str, ...]]:
-    """A policy as text and bound to a model, and what is to be said of it: where heads are of kinds and no profile tells which, by `SHARES`.
+    """A policy as text and bound to a model, with notes. Without a profile of the model's heads, `SHARES` applies.
 
     Raises:
-        PolicyError: the policy is unknown, does not take this budget, or needs something of the model that is not known.
+        PolicyError: the policy is unknown, does not support this budget, or needs unknown properties of the model.
     """
     if isinstance(policy, str) and "share_" in policy:
         name, settings = read_policy(policy)
@@ -413,7 +420,7 @@ def bound_for(
 
 
 def _fitting(given: _Question, ways: Sequence[Plan], kinds: Sequence[Kind], policy: str | Policy) -> tuple[Plan, ...]:
-    """The ways that lose least of those that fit, the fastest first."""
+    """The ways with the least quantisation among those that fit, fastest first."""
     float_name = jnp.dtype(given.dtype).name
     called: list[tuple[Kind, str]] = [
         (kind, float_name if kind == "float" else kind) for kind in _LEAST_LOST if kinds.count(kind)

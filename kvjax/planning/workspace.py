@@ -1,4 +1,4 @@
-"""Bytes of a model's cache, and what programs hold besides it and weights, of an engine that need not run."""
+"""Estimates the bytes of a model's cache and of its programs' temporary memory, without running them."""
 
 import functools
 import math
@@ -6,40 +6,44 @@ from typing import Any
 
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
-from kvjax.policies.base import Layer, held_bytes
+from kvjax.policies.base import CacheLayer, held_bytes
 from kvjax.runtime.engine import Engine
 
 _SPARE = 1.5
-"""How much more programs that read hold than what one operation after the other would: XLA runs some side by side."""
+"""Factor on the temporary memory of prefill, since XLA runs some operations concurrently."""
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def layer_bytes(layer: Layer[Any]) -> tuple[int, int, int]:
-    """Bytes of one layer's cache on the device and on the host, and what a step reads of them."""
+def layer_bytes(layer: CacheLayer[Any]) -> tuple[int, int, int]:
+    """Bytes of one layer's cache on the device, on the host, and read per decode step."""
     return *held_bytes(layer), layer.bytes_read
 
 
 def cache_bytes(engine: Engine) -> tuple[int, int, int]:
-    """The same of all layers."""
+    """Sums of `layer_bytes` over all layers."""
     held, host, read = zip(*map(layer_bytes, engine.layers), strict=True)
     return sum(held), sum(host), sum(read)
 
 
 def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
-    """Bytes that reading a prompt and decoding hold besides weights and cache, estimated.
+    """Estimate the bytes that prefill and decoding need besides weights and cache.
 
-    Reading: of the tokens that are read together the residual stream, its norm and the half of a layer that is wider, the layer's kept
-    keys and values beside those of the prompt, and the wider half's matrices as floats where they are in groups of 4 bits; half
-    as much again for what XLA runs side by side. Decoding: logits, a copy of a layer's cache and of a table that is not of floats, and on
-    a TPU twice the cache where it is rewritten from keys and values now and then. Peaks are 5 % below to 4 % above the TPU compiler's
-    (`benchmarks/results/fits-v5e.json`), and 0 to 13 % above those of programs on an H200 (`decode-h200.json` there).
+    Prefill needs, for all tokens that are processed together: the residual stream, its norm, and the wider half of a
+    layer. It also needs the layer's kept keys and values, those of the prompt, and the wider half's matrices as floats
+    if they have 4-bit groups. A factor of 1.5 accounts for concurrent operations.
+
+    Decoding needs the logits, a copy of a layer's cache, and a copy of a quantised embedding. On a TPU it also needs
+    twice the cache if that is compressed when full, from keys and values.
+
+    Peaks are 5 % below to 4 % above those of the TPU compiler (`benchmarks/results/fits-v5e.json`), and 0 to 13 % above
+    those of programs on an H200 (`decode-h200.json` in the same folder).
     """
     c, shard, itemsize = engine.config, engine.shard, engine.weights.dtype.itemsize
     rows = engine.batch // shard.data
     caches = [layer_bytes(each) for each in engine.layers]
     layer = max(held + host for held, host, _ in caches)
-    # One whose slots are dealt is whole while a policy chooses what stays.
-    chooses = not engine.block or not all(each.traits.dense or each.traits.sparse for each in engine.layers)
+    # A sharded layer is whole while the policy selects.
+    chooses = not engine.block or any(each.attention == "kept" for each in engine.layers)
     chosen = (
         max(sum(layer_bytes(engine.policy.layer(spec))[:2]) for spec in engine.specs)
         if shard.slots > 1 and chooses
@@ -55,6 +59,6 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits
     table = engine.weights.embed
     decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else 0)
-    if tpu and any(each.traits.compress_reads_kv and each.traits.compression == "when_full" for each in engine.layers):
+    if tpu and any(each.compress_reads_kv and each.when == "when_full" for each in engine.layers):
         decoding += 2 * sum(held for held, _, _ in caches)
     return int(_SPARE * reading) if engine.specs[0].prompt_len else 0, decoding

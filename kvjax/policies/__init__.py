@@ -2,9 +2,10 @@
 
 from .adakv import AdaKV as AdaKV
 from .attention_matching import AttentionMatching as AttentionMatching
-from .base import Layer as Layer
+from .base import CacheLayer as CacheLayer
 from .base import Policy as Policy
-from .base import Traits as Traits
+from .base import WrappedLayer as WrappedLayer
+from .base import prefill_alone as prefill_alone
 from .budget import budget_rows as budget_rows
 from .budget import budget_tokens as budget_tokens
 from .cam import CaM as CaM
@@ -18,6 +19,8 @@ from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
+from .families.scoring import all_queries as all_queries
+from .families.scoring import last_queries as last_queries
 from .families.skewing import SkewProfile as SkewProfile
 from .families.sparse import SparseLayer as SparseLayer
 from .families.surrogates import Surrogate as Surrogate

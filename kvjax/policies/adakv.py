@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec
 from kvjax.pallas_kernels import top_k
 
-from .base import Layer
+from .base import CacheLayer
 from .budget import budget_rows
 from .families.ragged import RaggedLayer
 from .fields import check_fields
@@ -43,7 +43,7 @@ class AdaKV(SnapKV):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     keeps_highest: ClassVar[bool] = False
@@ -77,5 +77,5 @@ class AdaKV(SnapKV):
         given = share[:, None] + budget_rows(float(1 - self.alpha), wanted - share[:, None])
         return top_k(scores, given) & between | live & (ends | whole)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return RaggedLayer(self, spec)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.gradients import without_gradient
 
-from .base import Carry, Layer, Traits
+from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
@@ -60,10 +60,11 @@ class AttentionMatching(PromptScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        fits=True,
+        refits_values=True,
     )
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
 
     chunk: int = 2000
     overlap: int = 8
@@ -83,11 +84,10 @@ class AttentionMatching(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.prefix, budget * 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
-        fits = self.max_budget(spec) < spec.prompt_len
-        return AttentionMatchingLayer(self, spec, Traits(plain=True, replays=(self.replay,) if fits else ()))
+        return AttentionMatchingLayer(self, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +112,18 @@ class ReferenceQueries(Replay):
 class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
     """One layer of `AttentionMatching`."""
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        return (self.policy.replay,) if self.policy.max_budget(self.spec) < self.spec.prompt_len else ()
+
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         policy, spec = self.policy, self.spec
-        if not self.traits.replays:  # no row exceeds its budget
+        if not self.replays:  # no row exceeds its budget
             return cache.from_prompt(spec, self.capacity, prompt), carry
         found = policy.replay.found(carry)
         if found is None:
             raise PolicyError(
-                f"{policy.info.name} fits to a second reading of the prompt; use kvjax.Engine, or of a layer alone capabilities.prefill"
+                f"{policy.info.name} fits to a second reading of the prompt; use kvjax.Engine, or for a layer alone kvjax.policies.prefill_alone"
             )
         q, asked = found[spec.layer]
         q = einops.rearrange(q, "j b m (k g) h -> b k (j m g) h", k=spec.num_kv_heads)
@@ -144,7 +148,7 @@ class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
         best, weight, values = (x.reshape(*k.shape[:2], *x.shape[1:]) for x in found)
 
         keep = jnp.where(whole[:, None, None], pos >= 0, best | (pos >= 0) & ~inside)
-        kept, _ = cache.gather_kept(spec, self.capacity, prompt, keep)
+        kept, _ = cache.keep(spec, self.capacity, prompt, keep)
         fitted = kept.live & (kept.pos >= policy.prefix) & ~whole[:, None, None]
         place = jnp.clip(jnp.arange(self.capacity, dtype=jnp.int32) - policy.prefix, 0, size - 1)
         weight, values = jnp.take(weight, place, axis=2), jnp.take(values, place, axis=2).astype(kept.v.dtype)

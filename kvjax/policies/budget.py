@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.arguments import MOST, short
+from kvjax._util.arguments import MOST, short
 
 from .info import PolicyError
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 
-from .base import Carry, Layer, State, Traits
+from .base import CacheLayer, Carry, Reads, State
 from .families.noise import uniform
 from .families.scoring import all_queries
 from .fields import check_fields
@@ -44,7 +44,7 @@ class CaM(StreamingLLM):
         summary="as StreamingLLM, with values that leave the window often merged into those that follow",
         memory="freed",
         stage="both",
-        accumulates_values=True,
+        adds_dropped_values=True,
         positions="cache_rank",
     )
 
@@ -55,7 +55,7 @@ class CaM(StreamingLLM):
         check_fields(self, merge=1)
         super().__post_init__()
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return CaMLayer(self, spec)
 
 
@@ -74,13 +74,21 @@ class MergingCache(StreamingCache):
 class CaMLayer(StreamingLayer[CaM]):
     """One layer of `CaM`."""
 
-    traits: Traits = Traits(compression="every_step", compress_reads_kv=True, reading="tokens")
+    @property
+    def reads(self) -> Reads:
+        return "tokens"
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
+
+    read_block = CacheLayer.read_block  # not that of `StreamingLayer`: each token merges what it drops
 
     def init(self, total: Int[Array, " B"] | None = None) -> MergingCache:
         stream = super().init(total)
         return MergingCache(stream.cache, stream.budget, jnp.zeros_like(stream.cache.weight))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[MergingCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[MergingCache, Carry]:
         stream, carry = super().prefill(prompt, carry)
         mass = all_queries(prompt, self.spec)
         mass = jnp.take_along_axis(mass, jnp.maximum(stream.cache.pos, 0), axis=-1)

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, TokenBlock
-from kvjax.models.config import ModelConfig
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, TokenBlock
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, read_as_prompt
 from .budget import budget_rows, budget_tokens, check_least
-from .capabilities import read_as_prompt
 from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
@@ -98,16 +97,14 @@ class ChunkHead(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkHeadLayer(Layer[ChunkHead]):
+class ChunkHeadLayer(CacheLayer[ChunkHead]):
     """Heads of one kind in one layer."""
-
-    traits: Traits = Traits(plain=True, reading="blocks")
 
     @property
     def max_kept(self) -> int:
         return min(self.policy.max_prompt_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         parts, lengths = self.policy.layout, prompt.lengths
         budget = budget_rows(parts.budget, prompt.total, parts.least_slots)
         sinks, recent = parts.regions(budget)
@@ -126,7 +123,7 @@ class ChunkHeadLayer(Layer[ChunkHead]):
         of_best = jnp.take_along_axis(best, jnp.where(inside, chunk, 0)[:, None], axis=-1)
         outside = (place < begin[:, None]) | (place >= (lengths - recent - tail)[:, None])
         keep = (inside[:, None] & of_best) | outside[:, None] | (prompt.seen <= budget)[:, None, None]
-        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
+        return cache.keep(self.spec, self.capacity, prompt, keep)[0], carry
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry
@@ -258,7 +255,7 @@ class CateKV(Policy):
         adaptive = Adaptive(self._layout, float(self.eta)) if self.adaptive is None else self.adaptive
         return by_head({"consistent": Consistent(self._layout), "adaptive": adaptive}, labels).bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
 
     @property
@@ -274,7 +271,7 @@ class CateKV(Policy):
 
 
 def chunk_scores(
-    prompt: Prompt, spec: LayerSpec, layout: Layout, middle: tuple[Int[Array, " B"], Int[Array, " B"]]
+    prompt: PromptKV, spec: LayerSpec, layout: Layout, middle: tuple[Int[Array, " B"], Int[Array, " B"]]
 ) -> Float[Array, "B K M"]:
     """One score for each chunk of the observation matrix, which itself is nowhere held.
 

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Rope
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
+from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import Clusters, chunk_similarity, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
 from kvjax.pallas_kernels.kmeans import Nearest
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families import soft_matching
 from .fields import check_fields
@@ -292,10 +291,12 @@ class Chelsea(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChelseaLayer(Layer[Chelsea]):
+class ChelseaLayer(CacheLayer[Chelsea]):
     """One layer of `Chelsea`."""
 
-    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reading="blocks")
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
 
     @property
     def max_kept(self) -> int:
@@ -306,7 +307,7 @@ class ChelseaLayer(Layer[Chelsea]):
         empty = cache.empty(self.spec, self.capacity)
         return Centroids(empty, jnp.zeros_like(tokens), self.policy.row_budgets(tokens))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Centroids, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Centroids, Carry]:
         policy, capacity, size = self.policy, self.capacity, prompt.size
         held = cache.from_prompt(self.spec, max(capacity, size), prompt)
         budgets = policy.row_budgets(prompt.total)
@@ -339,7 +340,7 @@ class ChelseaLayer(Layer[Chelsea]):
         cluster = partial(policy.cluster, self.spec.rope, capacity, usual)
         return jax.lax.cond(jnp.any(policy.is_full(state)), cluster, lambda state: state, state)
 
-    def needs_compression(self, state: Centroids) -> Bool[Array, " B"]:
+    def is_due(self, state: Centroids) -> Bool[Array, " B"]:
         return self.policy.is_full(state)
 
 

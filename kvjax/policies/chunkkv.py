@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt, prompt_mask
+from kvjax.cache import LayerSpec, PromptKV, prompt_mask
 from kvjax.pallas_kernels import top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, Reads
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import PromptScorer, PromptScorerLayer, last_queries, pool
 from .fields import check_fields
@@ -100,16 +100,15 @@ class ChunkKV(PromptScorer):
         whole = self.strict or self.rule == "kvpress" or self.reuse > 1  # or by what another layer chose at the time
         return None if whole else self.window
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        whole = self.strict or self.rule == "kvpress"
-        return ChunkKVLayer(self, spec, Traits(plain=True, reading="whole" if whole else "blocks"))
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return ChunkKVLayer(self, spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return last_queries(prompt, self.window, spec, kind="softmax" if self.score == "softmax" else "logits")
 
     @property
     def info(self) -> PolicyInfo:
-        return dataclasses.replace(self.about, joint_heads=self.shared_heads or self.rule == "kvpress")
+        return dataclasses.replace(self.about, heads_coupled=self.shared_heads or self.rule == "kvpress")
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
         return (
@@ -218,11 +217,15 @@ class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
     """One layer of `ChunkKV`."""
 
     @property
+    def reads(self) -> Reads:
+        return "whole" if self.policy.strict or self.policy.rule == "kvpress" else "blocks"
+
+    @property
     def key(self) -> str:
         """The same in the layers that share a choice, where they have the same heads."""
         return repr((super().key, self.spec.layer // self.policy.reuse))
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         keep = carry.get(self.key)  # chosen by the first layer of this one's group
         if keep is None:
             keep, _ = super().chosen(prompt, carry)

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, TokenBlock
+from kvjax._util.randomness import random_key, uniform
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
-from kvjax.randomness import random_key, uniform
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, Reads, When, check_reads_blocks
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.sparse import SparseLayer, reads_everything
@@ -119,17 +119,10 @@ class ClusterKV(Policy):
         )
         check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs, "tokens to read")
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if reads_everything(spec, self.budget, self.dense_layers, self.sinks + 1):
             return DenseLayer(self, spec)
-        clusters_tail = self.cluster_decode and self.longest_tail(spec) >= self.window
-        traits = Traits(
-            compression="when_full" if clusters_tail else "never",
-            compress_reads_kv=clusters_tail,
-            reading="blocks" if self.n_clusters is None else "whole",
-            sparse=True,
-        )
-        return ClusterKVLayer(self, spec, traits)
+        return ClusterKVLayer(self, spec)
 
     def longest_tail(self, spec: LayerSpec) -> int:
         """The most tokens that come to be in no cluster, if none are clustered while decoding."""
@@ -139,6 +132,19 @@ class ClusterKV(Policy):
 @dataclasses.dataclass(frozen=True)
 class ClusterKVLayer(SparseLayer[ClusterKV]):
     """One layer that reads clusters; see `ClusterKV`."""
+
+    @property
+    def when(self) -> When:
+        return "when_full" if self.compress_reads_kv else "never"
+
+    @property
+    def reads(self) -> Reads:
+        return "blocks" if self.policy.n_clusters is None else "whole"
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        """Whether the tail can get as long as the window, and is then clustered."""
+        return self.policy.cluster_decode and self.policy.longest_tail(self.spec) >= self.policy.window
 
     @property
     def selection_shape(self) -> tuple[int, int]:
@@ -172,7 +178,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         budget = budget_rows(self.policy.budget, spec.totals(total), self.policy.sinks + 1)
         return self._unclustered(cache.empty(spec, self.capacity), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ClusteredCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ClusteredCache, Carry]:
         policy, spec, lengths, tokens = self.policy, self.spec, prompt.lengths, prompt.size
         kept = cache.from_prompt(spec, self.capacity, prompt)
         state = self._unclustered(kept, budget_rows(policy.budget, prompt.total, policy.sinks + 1))
@@ -196,6 +202,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
     def read_block(
         self, state: ClusteredCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], ClusteredCache, Carry]:
+        check_reads_blocks(self)
         policy, kept = self.policy, cache.insert_block(state.cache, block)
         out = cache.attend_block(self.spec, kept, block)
         pos = state.clustered[:, None] + jnp.arange(block.size + self.always_kept[1], dtype=jnp.int32)
@@ -211,15 +218,15 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         grouped = self._grouped(keys, dataclasses.replace(state, cache=None), pos, inside, count, size)
         return out, dataclasses.replace(grouped, cache=kept), carry
 
-    def needs_compression(self, state: ClusteredCache) -> Bool[Array, " B"]:
+    def is_due(self, state: ClusteredCache) -> Bool[Array, " B"]:
         """Rows whose tail has reached `window` tokens."""
         return state.cache.seen - state.clustered >= self.policy.window
 
     def regroup(self, state: ClusteredCache, keys: Callable[[Array], Array]) -> ClusteredCache:
         """The state with the tail clustered in rows where it has reached `window` tokens (section III-B)."""
-        if self.traits.compression == "never":
+        if self.when == "never":
             return state
-        full = self.needs_compression(state)
+        full = self.is_due(state)
         # The store itself does not pass through the branches, which would copy it.
         metadata = dataclasses.replace(state, cache=None)
         grouped = jax.lax.cond(jnp.any(full), lambda m: self._cluster_tail(keys, m, full), lambda m: m, metadata)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax._util.randomness import normal, random_key
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.ties import SHARE
-from kvjax.randomness import normal, random_key
 
-from .base import Layer, Traits
+from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyInfo
@@ -63,6 +63,8 @@ class Compactor(PromptScorer):
         budget_excludes_new_tokens=True,
     )
 
+    scores_whole_prompts: ClassVar[bool] = True  # by keys before rotation, which no cache has
+
     sinks: int = 8
     recent: int = 4
     chunk: int = 256
@@ -76,13 +78,13 @@ class Compactor(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, recent=0, chunk=1, sketch=1, ridge=0, blend=0)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return PromptScorerLayer(self, spec, Traits(plain=True))  # keys before rotation are a whole prompt's
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return PromptScorerLayer(self, spec)  # keys before rotation are a whole prompt's
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + self.recent
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         place = jnp.arange(prompt.size, dtype=jnp.int32)
         inside = (place >= self.sinks) & (place < (prompt.lengths - self.recent)[:, None])
         prompt = jax.lax.stop_gradient(prompt)
@@ -108,7 +110,7 @@ class Compactor(PromptScorer):
         heads = spec.num_kv_heads * spec.shard.heads
         return (normal(key, (heads, spec.head_dim, self.sketch)) * self.sketch**-0.5)[spec.head_ids]
 
-    def attention(self, spec: LayerSpec, prompt: Prompt, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
+    def attention(self, spec: LayerSpec, prompt: PromptKV, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
         """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
         _, size, kv_heads, _ = prompt.k.shape
         chunk = min(self.chunk, max(size - self.sinks, 1))

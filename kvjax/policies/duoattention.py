@@ -7,9 +7,9 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from kvjax.cache import LayerSpec
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
-from .base import Layer, Policy
+from .base import CacheLayer, Policy
 from .fields import check_fields
 from .full import Full
 from .info import PolicyError, PolicyInfo
@@ -36,7 +36,7 @@ class Streaming(StreamingLLM):
         stage="both",
     )
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return StreamingLayer(self, spec, rotated=True)
 
 
@@ -104,7 +104,7 @@ class DuoAttention(Policy):
         retrieval = Full() if self.retrieval is None else self.retrieval
         return by_head({RETRIEVAL: retrieval, STREAMING: self._streaming}, labels).bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         raise PolicyError(f"{self.info.name}: heads differ; bind(config) gives the policy that runs")
 
     @property

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import torch_files
-from kvjax.models.config import ModelConfig
+from kvjax._util import torch_files
+from kvjax.config import ModelConfig
 
 from .budget import budget_rows
 from .families.surrogates import Surrogate, SurrogateScorer, Weights
@@ -57,7 +57,7 @@ class FastKVzip(SurrogateScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
         trained=True,
     )
 

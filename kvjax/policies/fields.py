@@ -5,7 +5,7 @@ import math
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvjax.arguments import MOST, plain, short
+from kvjax._util.arguments import MOST, plain, short
 
 from .budget import check_budget
 from .info import PolicyError
@@ -46,7 +46,7 @@ def check_fields(policy: Any, **least: int | float) -> None:
     for field, bound in least.items():
         if values[field] is not None and values[field] < bound:
             raise PolicyError(f"{name}: {field}={values[field]}; give {bound} or more")
-    if isinstance(values.get("budget"), int):
+    if isinstance(getattr(policy, "budget", None), int):
         policy.validate(0)
 
 

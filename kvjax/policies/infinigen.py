@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, prompt_mask
-from kvjax.models.config import ModelConfig
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token, prompt_mask
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import heads_of, top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy, Queries
 from .budget import budget_rows, budget_tokens, check_least
-from .capabilities import Queries
 from .families.dense import DenseLayer
 from .families.pages import best_pages
 from .families.skewing import SkewProfile
@@ -123,7 +122,7 @@ class InfiniGen(Policy):
         needs = f"but the newest and at least one other need {LEAST}; raise budget"
         check_least(self.info.name, self.budget, tokens, LEAST, needs, "tokens to read")
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         dense = reads_everything(spec, self.budget, self.dense_layers, LEAST)
         return DenseLayer(self, spec) if dense else InfiniGenLayer(self, spec)
 
@@ -139,7 +138,9 @@ class InfiniGen(Policy):
 class InfiniGenLayer(SparseLayer[InfiniGen]):
     """One layer that reads what was seen a layer ahead; see `InfiniGen`."""
 
-    traits: Traits = Traits(looks_ahead=True, sparse=True, sums_heads=True)
+    @property
+    def reduces_heads(self) -> bool:
+        return True
 
     @property
     def selection_shape(self) -> tuple[int, int]:
@@ -171,7 +172,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
             budget=budget_rows(self.policy.budget, spec.totals(total), LEAST),
         )
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[SpeculativeCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[SpeculativeCache, Carry]:
         spec, kept = self.spec, cache.from_prompt(self.spec, self.capacity, prompt)
         skew = self._skew(prompt.q_rotated, prompt.k_rotated, prompt.lengths).astype(spec.dtype)
         partial = jnp.einsum("bkch,bkhp->bkcp", kept.k, skew, preferred_element_type=jnp.float32)
@@ -210,7 +211,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         count = jnp.clip(count, jnp.where(state.budget >= spec.max_tokens, state.budget - 1, 1), state.budget - 1)
         return best_pages(scores, candidates, count, self.selection_shape[1])
 
-    def _budgets(self, prompt: Prompt) -> Int[Array, " B"]:
+    def _budgets(self, prompt: PromptKV) -> Int[Array, " B"]:
         """Budget of each row; as many tokens as there can be where a row would read all of them alone, see `reads_everything`."""
         budget = budget_rows(self.policy.budget, prompt.total, LEAST)
         return jnp.where(reads_all(self.spec, prompt, budget), jnp.maximum(budget, self.spec.max_tokens), budget)

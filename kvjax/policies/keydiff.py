@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 
-from .base import Layer, Traits
+from .base import CacheLayer
 from .families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer
 from .info import PolicyInfo
 from .registry import register
@@ -35,17 +35,17 @@ class KeyDiff(ScoreEviction):
         stage="both",
     )
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return difference(prompt.k_rotated.swapaxes(1, 2), prompt.live)
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
     @property
     def query_window(self) -> int:
         return 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return KeyDiffLayer(self, spec)
 
 
@@ -53,7 +53,9 @@ class KeyDiff(ScoreEviction):
 class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
     """One layer, whose scores are computed anew at every step."""
 
-    traits: Traits = Traits(compression="every_step", compress_reads_kv=True, reading="blocks")
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         score = difference(state.cache.k, state.cache.live)

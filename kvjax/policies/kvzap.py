@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from .families.surrogates import Surrogate, SurrogateScorer, Weights
 from .fields import check_fields
@@ -52,7 +52,7 @@ class KVzap(SurrogateScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
         trained=True,
     )
 

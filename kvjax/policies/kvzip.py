@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
-from .base import Carry, Layer, Traits
+from .attention_context import AttentionContext, projected_norms
+from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.ragged import RaggedLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
@@ -21,7 +22,6 @@ from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
 from .replay import Part, Replay
-from .surroundings import Surroundings, projected_norms
 
 FIRST = "\n\nRepeat the previous context exactly."
 THEN = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -71,10 +71,11 @@ class KVzip(PromptScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
 
     scope: Literal["layer", "model", "head"] = "layer"
     chunk: int = 2000
@@ -99,16 +100,16 @@ class KVzip(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + max(self.sinks, self.prefix), budget * 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
         if self.scope == "head":
-            return KVzipLayer(self, spec, Traits(plain=True, replays=(self.replay,)))
+            return KVzipLayer(self, spec)
         if self.scope == "model" and spec.kv_heads is not None:
             raise PolicyError(
                 f"{self.info.name}: scope='model' shares a budget among all heads of all layers, and here it has some; give scope='layer'"
             )
-        return SharedKVzipLayer(self, spec, Traits(has_own_store=True, deals_store=True, replays=(self.replay,)))
+        return SharedKVzipLayer(self, spec)
 
     def shared_mask(
         self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int
@@ -145,7 +146,9 @@ class Repetition(Replay):
     sinks: int = 4
     part_only: bool = False
 
-    def prepare(self, spec: LayerSpec, held: LayerCache, around: Surroundings | None) -> Float[Array, "B K G C"] | None:
+    def prepare(
+        self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None
+    ) -> Float[Array, "B K G C"] | None:
         """By what probabilities of the prompt's tokens are multiplied."""
         return None if around is None else projected_norms(spec, around, jax.lax.stop_gradient(held.v))
 
@@ -197,7 +200,7 @@ class Repetition(Replay):
 
     def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
         """By what probabilities are multiplied: by the part's tokens, and by what is read now."""
-        if not self.surroundings:
+        if not self.needs_context:
             return None
         assert part.around is not None
         values = jax.lax.dynamic_slice_in_dim(part.prepared, part.start, length, axis=-1)
@@ -215,7 +218,11 @@ class Repetition(Replay):
 class KVzipLayer(PromptScorerLayer[KVzip]):
     """One layer of `KVzip`, each of whose heads keeps as much."""
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        return (self.policy.replay,)
+
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         scores = replayed(self.policy, prompt.size, carry)[self.spec.layer]
         return self.best(prompt, _own(self.spec, scores))[0], carry
 
@@ -225,6 +232,10 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
     """One layer of `KVzip`, whose heads share a store."""
 
     @property
+    def replays(self) -> tuple[Replay, ...]:
+        return (self.policy.replay,)
+
+    @property
     def max_kept(self) -> int:
         policy, spec = self.policy, self.spec
         most = policy.max_budget(spec)
@@ -232,7 +243,7 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
             most = math.floor(most * policy.slack)
         return min(most, spec.prompt_len) + spec.new_tokens
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         policy, spec = self.policy, self.spec
         scores = replayed(policy, prompt.size, carry, self.key if policy.scope == "model" else None)
         layers = sorted(scores) if policy.scope == "model" else [spec.layer]
@@ -251,7 +262,7 @@ def replayed(policy: KVzip, size: int, carry: Carry, key: str | None = None) -> 
     found = policy.replay.found(carry, key)
     if found is None:
         raise PolicyError(
-            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or of a layer alone capabilities.prefill"
+            f"{policy.info.name} chooses by a second reading of the prompt; use kvjax.Engine, or for a layer alone kvjax.policies.prefill_alone"
         )
     return {layer: policy.replay.scores(each, size) for layer, each in found.items()}
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 
-from .base import Layer, Traits
+from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
@@ -49,6 +49,7 @@ class LagKV(PromptScorer):
     )
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
 
     sinks: int = 16
     lag: int = 128
@@ -56,13 +57,13 @@ class LagKV(PromptScorer):
     def __post_init__(self) -> None:
         check_fields(self, sinks=0, lag=2)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        return PromptScorerLayer(self, spec, Traits(plain=True))  # segments are of whole prompts
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return PromptScorerLayer(self, spec)  # segments are of whole prompts
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + 1
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         def relative(x: Float[Array, "B T K H"]) -> Float[Array, "B K M L"]:
             x = self._segments(einops.rearrange(x.astype(jnp.float32), "b t k h -> b k h t"))
             low, high = (jnp.roll(end, -1, axis=-2) for end in (x.min(-1, keepdims=True), x.max(-1, keepdims=True)))

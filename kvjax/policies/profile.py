@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import files, user_files
-from kvjax.models.config import ModelConfig
+from kvjax._util import files, user_files
+from kvjax.config import ModelConfig
 
 from .info import PolicyError
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token, TokenBlock
 from kvjax.pallas_kernels import page_scores, top_k_indices, widen_bounds
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import paged, slots_of
@@ -90,7 +90,7 @@ class Quest(Policy):
         """Tokens that a query reads at least."""
         return (self.recent_pages + 1) * self.page
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         dense = reads_everything(spec, self.budget, self.dense_layers, self.least_tokens)
         return DenseLayer(self, spec) if dense else QuestLayer(self, spec)
 
@@ -107,8 +107,6 @@ class Quest(Policy):
 @dataclasses.dataclass(frozen=True)
 class QuestLayer(SparseLayer[Quest]):
     """One layer that reads pages; see `Quest`."""
-
-    traits: Traits = Traits(reading="blocks", sparse=True)
 
     @property
     def pages(self) -> int:
@@ -152,7 +150,7 @@ class QuestLayer(SparseLayer[Quest]):
         bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self.pages, 2 * spec.head_dim), spec.dtype)
         return PagedCache(kept, bounds, budget_rows(self.policy.budget, spec.totals(total), self.policy.least_tokens))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PagedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[PagedCache, Carry]:
         spec = self.spec
         keys, inside = paged(prompt.k_rotated.astype(spec.dtype), prompt.lengths, self.policy.page, self.pages)
         some = jnp.any(inside, axis=3)

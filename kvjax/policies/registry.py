@@ -4,8 +4,9 @@ import dataclasses
 import difflib
 from typing import Any, TypeVar
 
-from kvjax.arguments import plain, short
-from kvjax.suggestions import hint, letters, same
+from kvjax._util.arguments import plain, short
+from kvjax._util.suggestions import hint, letters, same
+from kvjax._util.user_code import load_module
 
 from .base import Policy
 from .budget import check_budget
@@ -63,12 +64,15 @@ def make_policy(name: str, hyperparameters: dict[str, Any]) -> Policy:
 
 
 def replaced(policy: Policy, hyperparameters: dict[str, Any]) -> Policy:
-    """A policy with other hyperparameters. One that has no budget takes any, which then has no effect.
+    """A policy with other hyperparameters. For its budget see `Policy.with_budget`.
 
     Raises:
         PolicyError: the policy has no such hyperparameter, or does not take that value.
     """
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    if "budget" in hyperparameters and "budget" not in values:
+        changed = policy.with_budget(hyperparameters["budget"])
+        return replaced(changed, {name: value for name, value in hyperparameters.items() if name != "budget"})
     return _made(type(policy), policy.info, values, hyperparameters)
 
 
@@ -87,3 +91,17 @@ def unknown_hyperparameter(policy: str, name: str, allowed: list[str]) -> str:
     """What to say of a hyperparameter that a policy does not have."""
     takes = f"it takes {', '.join(allowed)}" if allowed else "it takes no hyperparameters"
     return f"policy {policy!r} has no hyperparameter {short(name)}; {takes}.{hint(name, allowed)}"
+
+
+def load_policies(source: str) -> None:
+    """Load a module for the policies that it registers, which can then be used by name.
+
+    Raises:
+        FileNotFoundError, ImportError: as `load_module`.
+        ValueError: the module registers no policy.
+    """
+    before = policies()
+    own = f"{load_module(source).__name__}."
+    # In a process that has loaded the module before, its policies are registered already.
+    if not any(before.get(name) is not cls or f"{cls.__module__}.".startswith(own) for name, cls in policies().items()):
+        raise ValueError(f"{source}: it registers no policy; put @kvjax.register above a policy class")

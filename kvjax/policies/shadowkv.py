@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
-from .base import Carry, Layer, Policy, Traits
+from .base import CacheLayer, Carry, Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import best_pages, paged, slots_of
@@ -74,7 +74,7 @@ class ShadowKV(Policy):
         summary="the prompt's keys at low rank, all values, and exactly the chunks that stand out and new tokens",
         memory="sparse",
         stage="prompt",
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     budget: int | float = 1024
@@ -90,7 +90,7 @@ class ShadowKV(Policy):
         needs = f"fewer than a chunk of {self.chunk}; raise budget or lower chunk"
         check_least(self.info.name, self.budget, tokens, self.chunk, needs, "tokens to select")
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         layer = ShadowKVLayer(self, spec)
         return layer if layer.selection_shape[1] + layer.exact < spec.prompt_len else DenseLayer(self, spec)
 
@@ -98,8 +98,6 @@ class ShadowKV(Policy):
 @dataclasses.dataclass(frozen=True)
 class ShadowKVLayer(SparseLayer[ShadowKV]):
     """One layer that rebuilds keys; see `ShadowKV`."""
-
-    traits: Traits = Traits(has_own_store=True, sparse=True)
 
     @property
     def exact(self) -> int:
@@ -160,12 +158,12 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
             budget=self._budget(spec.totals(total)),
         )
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ShadowCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ShadowCache, Carry]:
         policy, spec, k, v = self.policy, self.spec, prompt.k, prompt.v
         chunks = jnp.maximum(prompt.lengths // policy.chunk - policy.local_chunks, 0)
         landmarks, selectable = self._landmarks(prompt.k_rotated, chunks)
         exact = jnp.repeat(~selectable, policy.chunk, axis=-1)[..., : prompt.size]
-        kept, _ = cache.gather_kept(spec, self.capacity, prompt, exact)
+        kept, _ = cache.keep(spec, self.capacity, prompt, exact)
         inside = prompt.mask
         coefficients, basis = low_rank(jnp.where(inside[..., None, None], k, jnp.zeros((), k.dtype)), self.rank)
         values = jnp.where(inside[:, None, :, None], jnp.swapaxes(v, 1, 2), jnp.zeros((), v.dtype))
@@ -214,7 +212,7 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         out, exact = (part.out.astype(jnp.float32) for part in parts)
         return (share * out + (1 - share) * exact).astype(token.q.dtype)
 
-    def as_cache(self, state: ShadowCache) -> LayerCache:
+    def view(self, state: ShadowCache) -> LayerCache:
         """Everything: the prompt's keys rebuilt where they are not exact."""
         size, kept = state.v.shape[2], state.cache
         index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), state.v.shape[:3])

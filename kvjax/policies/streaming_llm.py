@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 
-from .base import Carry, Layer, Policy, State, Traits
+from .base import CacheLayer, Carry, Policy, State, read_as_prompt
 from .budget import budget_rows, budget_tokens, check_least
-from .capabilities import read_as_prompt
 from .fields import check_fields
 from .info import PolicyInfo
 from .registry import register
@@ -54,7 +53,7 @@ class StreamingLLM(Policy):
         )
         check_least(self.info.name, self.budget, tokens, self.sinks + 1, needs)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return StreamingLayer(self, spec)
 
 
@@ -67,14 +66,13 @@ class StreamingCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLayer(Layer[S]):
+class StreamingLayer(CacheLayer[S]):
     """One layer of `StreamingLLM`, and of methods that keep the same tokens.
 
     Attributes:
         rotated: whether tokens stand at their original positions, instead of at their places in the cache.
     """
 
-    traits: Traits = Traits(compression="every_step", reading="blocks")
     rotated: bool = False
 
     @property
@@ -85,13 +83,13 @@ class StreamingLayer(Layer[S]):
         budget = budget_rows(self.policy.budget, self.spec.totals(total), self.policy.sinks + 1)
         return StreamingCache(cache.empty(self.spec, self.capacity), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[StreamingCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[StreamingCache, Carry]:
         budget = budget_rows(self.policy.budget, prompt.total, self.policy.sinks + 1)
         place = jnp.arange(prompt.size, dtype=jnp.int32)
         latest = place >= (prompt.lengths - budget + self.policy.sinks)[:, None, None]
         keep = (prompt.pos < self.policy.sinks) | latest
         keep = jnp.broadcast_to(keep, (self.spec.batch, self.spec.num_kv_heads, prompt.size))
-        kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep, rotated=self.rotated)
+        kept, _ = cache.keep(self.spec, self.capacity, prompt, keep, rotated=self.rotated)
         return StreamingCache(kept, budget), carry
 
     def read_block(

@@ -12,7 +12,8 @@
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
 Commas separate hyperparameters, semicolons what stands in parentheses. A value that is a policy itself stands in parentheses:
-`catekv:adaptive=(quest:1024)`. A number without a name is the budget, and only what has a budget takes one. Nothing is skipped: text that
+`catekv:adaptive=(quest:1024)`. A number without a name is the budget of a policy that has
+one. `budget=` among the settings of a transform is that of the policy within. Nothing is skipped: text that
 does not follow this grammar is refused.
 """
 
@@ -22,8 +23,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from kvjax.arguments import short
-from kvjax.settings import parse_value, split_setting
+from kvjax._util.arguments import short
+from kvjax._util.settings import parse_value, split_setting
 
 from .base import Policy
 from .info import PolicyError
@@ -234,7 +235,14 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
         return _by_head(text, parts)
     cls = _WRAPPERS[name]
     policy = _parsed(parts[0])
-    settings = parse_settings(text, name, _hints(cls, without=("policy",)), parts[1:])
+    hints = _hints(cls, without=("policy",)) | {"budget": int | float}
+    if parts[1:] and "=" not in parts[1]:
+        raise PolicyError(
+            f"{_short(text)}: {name} has no budget that {parts[1]!r} could set; write NAME=VALUE, with {', '.join(hints)}"
+        )
+    settings = parse_settings(text, name, hints, parts[1:])
+    if "budget" in settings:
+        policy = policy.with_budget(settings.pop("budget"))
     for field in dataclasses.fields(cls)[1:]:
         if field.default is dataclasses.MISSING and field.name not in settings:
             raise PolicyError(f"{_short(text)}: give {field.name}=, for which {name} has no default")

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 
-from .base import Layer
-from .families.scoring import ScoreEviction, last_queries
+from .base import CacheLayer
+from .families.scoring import ScoreEviction, ScoreEvictionLayer, last_queries
 from .info import PolicyInfo
 from .registry import register
 
@@ -44,19 +44,29 @@ class TOVA(ScoreEviction):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + int(self.keep_newest)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
-        layer = super().layer(spec)
-        return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, sums_heads=True))
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return TOVALayer(self, spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
-        latest = last_queries(prompt, 1, spec)
-        return self.update_score(spec, latest, latest)
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
+        return self._mean_over_heads(spec, last_queries(prompt, 1, spec))
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
     def update_score(
-        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"], held: LayerCache
     ) -> Float[Array, "B K C"]:
+        return self._mean_over_heads(spec, probs)
+
+    def _mean_over_heads(self, spec: LayerSpec, probs: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
         total = spec.shard.sum_over_heads(jnp.sum(probs, axis=1, keepdims=True))
-        return jnp.broadcast_to(total / (spec.num_kv_heads * spec.shard.heads), score.shape)
+        return jnp.broadcast_to(total / (spec.num_kv_heads * spec.shard.heads), probs.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TOVALayer(ScoreEvictionLayer[TOVA]):
+    """One layer of `TOVA`, whose scores are a mean over all heads."""
+
+    @property
+    def reduces_heads(self) -> bool:
+        return True

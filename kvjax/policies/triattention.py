@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt
-from kvjax.models.config import ModelConfig
+from kvjax.cache import LayerSpec, PromptKV
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .base import Layer, Policy
+from .base import CacheLayer, Policy
 from .families.rounds import RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .families.trigonometry import MeanQueries, frequencies, pairs
@@ -86,10 +86,10 @@ class TriAttention(PromptScorer):
     def query_window(self) -> int:
         return 0
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         live = jnp.swapaxes(prompt.live, 1, 2)[..., None]
         k = jax.lax.stop_gradient(prompt.k_rotated)
         found = self.expected(spec, jnp.where(live, k, jnp.zeros((), k.dtype)), prompt.seen)

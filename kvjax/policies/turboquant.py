@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from kvjax.cache import LayerSpec
 from kvjax.cache.packing import Bits
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
-from .base import Layer, Policy
+from .base import CacheLayer, Policy
 from .full import Full
 from .info import PolicyInfo
 from .registry import register
@@ -60,7 +60,7 @@ class TurboQuant(Policy):
     def bind(self, config: ModelConfig) -> Policy:
         return self._quantized.bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return self._quantized.layer(spec)
 
     @property

@@ -7,14 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache import layer_specs
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import RopeConfig
+from kvjax.config import ModelConfig, RopeConfig
 
-from .base import Policy
-from .capabilities import check_reads_blocks
+from .base import Policy, check_reads_blocks
 from .families.surrogates import missing_weights
 from .info import PolicyError
-from .transforms.prompt_only import PromptOnly
 
 HEAD_DIMS = 64, 128, 256, 1024
 """Sizes of heads that a policy is tried with: what it refuses of all of them, it refuses of any model's."""
@@ -108,7 +105,7 @@ def _prepared(policy: Policy, config: ModelConfig) -> Policy:
         def around(each: Policy) -> Policy:
             if each.info.transform == transform:
                 return each
-            return PromptOnly(each) if transform == PromptOnly.transform else dataclasses.replace(policy, policy=each)
+            return dataclasses.replace(policy, policy=each)
 
         return inner.map(around)
     if labels := getattr(policy, "labels", ()):

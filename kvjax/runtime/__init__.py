@@ -1,1 +1,1 @@
-"""From parameters, a policy and a prompt to text: programs, the engine that runs them, sampling, and what they cost."""
+"""Runs models: compiled programs, the engine, sampling, text generation, sessions, and memory accounting."""

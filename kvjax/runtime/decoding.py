@@ -1,7 +1,7 @@
-"""The compiled programs of generation: read prompts, at once or in blocks, and decode in one loop on the device.
+"""The compiled programs of generation: prefill, chunked prefill, and a decoding loop on the device.
 
-The loop appends, attends, compresses, samples and stops rows without the host. It fills a buffer of `CHUNK` tokens a call, so
-its memory does not depend on how many tokens are decoded in all.
+The loop appends, attends, compresses, samples and stops sequences without the host. Each call fills a buffer of `CHUNK`
+tokens, so its memory does not depend on the number of new tokens.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.any_rank import any_rank
-from kvjax.arguments import shown
+from kvjax._util.any_rank import any_rank
+from kvjax._util.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
-from kvjax.policies.base import Layer
-from kvjax.policies.capabilities import needs_compression
-from kvjax.policies.dealt import dealt
+from kvjax.policies.base import CacheLayer
+from kvjax.policies.checks import calling, expect_same_state
+from kvjax.policies.sharded import sharded
 from kvjax.runtime import mesh, replay
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
@@ -40,26 +40,27 @@ from kvjax.runtime.program import (
 from kvjax.runtime.sampling import Sampler
 
 CHUNK = 256
-"""Tokens a call of the decode program can return."""
+"""Maximum number of tokens that one call of the decode program returns."""
 
 Specs = tuple[LayerSpec, ...]
 
 Loop = tuple[Any, ...]
-"""What a decoding loop carries: the number of steps, the `Decoding` state, and buffers for tokens and log-probabilities."""
+"""State of a decoding loop: number of steps, `Decoding`, and buffers for tokens and log-probabilities."""
 
 
 @flax.struct.dataclass
 class Decoding:
-    """Everything that continuing a batch needs: a value that can be saved, copied and resumed.
+    """State of a batch during decoding. It can be saved, copied and resumed.
 
     Attributes:
-        caches: the policy's state of each layer.
-        token: each row's latest token, sampled but not yet read.
-        pos: that token's position.
-        steps: tokens decoded since the prompt.
-        done: rows that have sampled an end token.
-        seed: what each row's samples depend on, besides the position.
-        origin: what made it, so that an engine can tell a state that is not its own. Programs take and return states without it.
+        caches: the policy's state for each layer.
+        token: latest token of each sequence, sampled but not yet in the cache.
+        pos: position of that token.
+        steps: decode steps since the prompt.
+        done: whether each sequence has sampled an end token.
+        seed: sampling seed of each sequence. Samples depend on it and on the position.
+        origin: identifies the engine that made the state, which refuses the states of others. Programs take and return
+            states without it.
     """
 
     caches: tuple[Any, ...]
@@ -73,20 +74,20 @@ class Decoding:
 
 @any_rank
 def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None = None) -> Decoding:
-    """The state of a batch that has read nothing yet; `total` as for `Layer.init`."""
-    # On one device nothing need be compiled for that.
+    """State of a batch with empty caches. `total` is as for `CacheLayer.init`."""
+    # On one device this needs no compilation.
     return (_empty if specs[0].shard.mesh is None else begin)(policy, specs, seed, total)
 
 
-def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Layer[Any], ...]:
-    """A bound policy's functions for each layer, with slots dealt where devices share them."""
-    return tuple(dealt(policy.layer(spec)) for spec in specs)
+def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[CacheLayer[Any], ...]:
+    """A bound policy's layers, with their slots sharded where devices share them."""
+    return tuple(sharded(policy.layer(spec)) for spec in specs)
 
 
 def padded(
     prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int | None = None
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """Prompts of any lengths as one array, padded on the right to `size` or a common bucket, and their lengths."""
+    """Right-pad prompts to `size`, or to a common bucket. Returns tokens [B, T] and lengths [B]."""
     tokens = np.zeros((len(prompts), bucket(max(map(len, prompts))) if size is None else size), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -94,11 +95,11 @@ def padded(
 
 
 def started(executable: Any, *args: Any) -> Decoding:
-    """Shapes and places of the state that a `prefill` program returns, for compiling what goes on from it.
+    """Shapes and shardings of the state that a `prefill` program returns, for compiling the programs that continue from it.
 
     Args:
         executable: `prefill.compiled(*args)`.
-        args: what it was compiled for; shapes are enough.
+        args: arguments that it was compiled for; shapes are enough.
     """
     state, _ = prefill.shapes(*args)
     return jax.tree.map(
@@ -107,13 +108,13 @@ def started(executable: Any, *args: Any) -> Decoding:
 
 
 def saved(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
-    """A state on the host, as one device has it; see `Engine.save`."""
+    """Copy a state to the host, unsharded. See `Engine.save`."""
     rest = jax.tree.map(on_host, dataclasses.replace(state, caches=()))
     return dataclasses.replace(rest, caches=mesh.saved(policy, specs, state.caches))
 
 
 def resumed(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
-    """What `saved` gave, where these programs go on from it; see `Engine.resume`."""
+    """Put a saved state on the devices of these specs. See `Engine.resume`."""
     if not isinstance(state.caches, tuple | list):
         raise ValueError(f"the caches of this state are {shown(state.caches)}; give a state as `Engine.save` made it")
     caches = mesh.resumed(policy, specs, state.caches)
@@ -128,31 +129,31 @@ def resumed(policy: Policy, specs: Specs, state: Decoding) -> Decoding:
 
 
 def check_state(state: Any) -> None:
-    """Raise unless this is a state, and no program has used it up.
+    """Raise unless `state` is a decoding state whose arrays still exist.
 
     Raises:
-        ValueError: it is something else.
-        RuntimeError: a program has taken over its arrays.
+        ValueError: `state` is not a decoding state.
+        RuntimeError: a program has reused the state's memory.
     """
     if not isinstance(state, Decoding):
-        what = "a tuple, of which the state is the first" if isinstance(state, tuple) else shown(state)
+        what = "a tuple whose first element is the state" if isinstance(state, tuple) else shown(state)
         raise ValueError(
             f"state is {what}; give the state that `prefill`, `begin`, `decode`, `extend` or `resume` returned"
         )
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
-            "this state has been used up by `decode`, `extend` or `answering`, which go on in its memory; use the state that they returned, or "
+            "this state has been used up by `decode`, `extend` or `answering`, which reuse its memory; use the state that they returned, or "
             "copy a state first: jax.tree.map(jnp.copy, state)"
         )
 
 
 def check_like(state: Decoding, wanted: Decoding) -> None:
-    """Raise `ValueError` unless a state has arrays of these names, types and shapes."""
+    """Raise `ValueError` unless the arrays of two states have the same names, types and shapes."""
     have, want = arrays_of(state), arrays_of(wanted)
     if have != want:
         other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
         raise ValueError(
-            f"this state has {other}, and those of this engine {own}; give one of an engine of the same model, policy, budget and sizes"
+            f"this state has {other}, but those of this engine have {own}; give the state of an engine with the same model, policy, budget and sizes"
         )
 
 
@@ -164,41 +165,49 @@ def step(
     token: Int[Array, " B"],
     pos: Int[Array, " B"],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Read one token per row; the next one's logits, and the caches within their budgets again."""
+    """Process one token per sequence. Returns the next token's logits [B, V] and the compressed caches."""
     layers = layers_of(policy, specs)
     logits, caches = transformer.decode_step(params, caches, token, pos, layers)
-    return logits, tuple(layer.compress(cache) for layer, cache in zip(layers, caches, strict=True))
+    return logits, tuple(_compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
+
+
+def _compressed(layer: CacheLayer[Any], cache: Any) -> Any:
+    with calling(layer, "compress"):
+        compressed = layer.compress(cache)
+    expect_same_state(layer, "compress", cache, compressed)
+    return compressed
 
 
 def _loop(
-    layers: Sequence[Layer[Any]],
+    layers: Sequence[CacheLayer[Any]],
     params: Params,
     should_continue: Callable[[Loop], Array],
     token: Callable[[Loop], Array],
     sample: Callable[[Loop, Array], Loop],
     start: Loop,
 ) -> Loop:
-    """Steps while `should_continue` says so, of which each reads `token` and has `sample` make of its logits what it will.
+    """Run decode steps while `should_continue` holds. Each step processes `token(loop)`, and `sample` consumes the logits.
 
-    Where layers compress only when they are full, a loop within runs until one of them is: within a step, every layer would make
-    the host wait for the device to tell whether it is (with Chelsea on an H200 that took about a fifth of a step).
+    Layers that compress only when they are full are checked in an outer loop. A condition inside each step would make
+    the host wait for the device once per layer, which cost about a fifth of a step (Chelsea, H200).
     """
-    lazy = [i for i, layer in enumerate(layers) if layer.traits.compression == "when_full"]
-    eager = [i for i, layer in enumerate(layers) if layer.traits.compression == "every_step"]
+    lazy = [i for i, layer in enumerate(layers) if layer.when == "when_full"]
+    eager = [i for i, layer in enumerate(layers) if layer.when == "every_step"]
 
     def full(loop: Loop) -> Array:
-        # Over layers first: over rows first, XLA would ask every layer by a kernel of its own.
-        return jnp.any(reduce(jnp.logical_or, [needs_compression(layers[i], loop[1].caches[i]) for i in lazy]))
+        # Reduce over layers before rows: otherwise XLA launches one kernel per layer.
+        return jnp.any(reduce(jnp.logical_or, [layers[i].is_due(loop[1].caches[i]) for i in lazy]))
 
     def compress_eager(caches: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(layers[i].compress(cache) if i in eager else cache for i, cache in enumerate(caches))
+        return tuple(_compressed(layers[i], cache) if i in eager else cache for i, cache in enumerate(caches))
 
     def compress_lazy(caches: Sequence[Any]) -> tuple[Any, ...]:
-        # One after the other, as each takes memory, also where a GPU runs side by side what does not depend on each other. Elsewhere nothing
-        # does, and waiting only costs memory: `benchmarks.fits` of Chelsea tells.
+        # Compress layer by layer, as each compression takes memory and a GPU could run them concurrently. On other
+        # devices they run in order anyway, and an explicit order only costs memory (measured with Chelsea by
+        # `benchmarks.fits`).
         caches, before, waits = list(caches), None, target().platform == "gpu"
         for i in lazy:
-            caches[i] = layers[i].compress(_after(before, caches[i]))
+            caches[i] = _compressed(layers[i], _after(before, caches[i]))
             if waits:
                 before = caches[i]
         return tuple(caches)
@@ -209,7 +218,7 @@ def _loop(
         return sample((i, state.replace(caches=compress_eager(caches)), *buffers), logits)
 
     def until_full(loop: Loop) -> Loop:
-        # A step at least: what is full still, once it has been compressed, waits for the next one, as it does in `step`.
+        # At least one step: a layer that is full even after compression waits for the next step, as in `step`.
         begun = loop[0]
         i, state, *buffers = jax.lax.while_loop(
             lambda now: should_continue(now) & ((now[0] == begun) | ~full(now)), body, loop
@@ -220,7 +229,7 @@ def _loop(
 
 
 def _after(before: Any, cache: Any) -> Any:
-    """A cache that is there once another one is; what of them is in the host's memory stays out of it."""
+    """Make a cache depend on another, so that it is computed later. Arrays in host memory are excluded."""
     leaves, tree = jax.tree.flatten(cache)
     own = [i for i, leaf in enumerate(leaves) if _on_device(leaf)]
     others = list(filter(_on_device, jax.tree.leaves(before)))
@@ -236,17 +245,18 @@ def _on_device(x: Array) -> bool:
 
 
 def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
-    """How a GPU runs the loop.
+    """XLA options for the loop on a GPU.
 
-    Not side by side where layers add up over devices beside the model's own sums, which follow one another: devices that begin two of them
-    in different order would wait for each other for ever. For that reason sums are part of the graph only where all devices share heads,
-    and none rows or slots. Over several devices layers that compress only when they are full are left out, too: that has not been tried.
+    Concurrent kernels are disabled if layers run psum or pmax in addition to the model's own ordered all-reduces.
+    Devices that start two collectives in different orders would deadlock. For the same reason, collectives join the
+    CUDA graph only if devices shard heads and nothing else. Over several devices, concurrency with layers that compress
+    when full is untested, so it is disabled too.
     """
     layers, shard = layers_of(policy, specs), specs[0].shard
-    lazy = any(layer.traits.compression == "when_full" for layer in layers)
+    lazy = any(layer.when == "when_full" for layer in layers)
     whole = is_of_one_process(shard.mesh) and shard.devices == shard.heads and not jax.__version__.startswith("0.10.")
     whole &= os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0"
-    ordered = (lazy and shard.mesh is not None) or (whole and any(layer.traits.sums_heads for layer in layers))
+    ordered = (lazy and shard.mesh is not None) or (whole and any(layer.reduces_heads for layer in layers))
     graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS
     return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
 
@@ -254,7 +264,7 @@ def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
 def _empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:
     nothing = jnp.zeros(seed.shape, jnp.int32)
     return Decoding(
-        # Copied, since arrays of a state may be one and the same, and the programs take them over.
+        # Copied, as programs donate a state's arrays, and `init` may return the same array twice.
         caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
         token=nothing,
         pos=jnp.zeros_like(nothing),
@@ -343,8 +353,10 @@ def _answer(
     def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
         token, logprob = _sample(logits, sampler, state.seed, state.pos + 1)
-        sampled = i + 1 - lengths  # of what each row samples after its last given token, this is the how-manyth
-        column = jnp.where(sampled < 0, size + CHUNK, sampled)  # out of range, hence dropped, while a row still reads
+        sampled = i + 1 - lengths  # index of the sample among those after the row's last given token
+        column = jnp.where(
+            sampled < 0, size + CHUNK, sampled
+        )  # an index out of range drops the sample while the row still processes given tokens
         state = state.replace(
             token=token,
             pos=state.pos + 1,
@@ -362,25 +374,25 @@ def _answer(
 def _gathered(
     shard: Shard, state: Decoding, tokens: Int[Array, "B M"], logprobs: Float[Array, "B M"]
 ) -> tuple[Decoding, Int[Array, "_ M"], Float[Array, "_ M"]]:
-    """What a loop ends with. Devices with other rows may have ended sooner, as those rows were done."""
+    """Gather a loop's results. Devices with other rows may have finished earlier, when those rows were done."""
     state = dataclasses.replace(state, steps=shard.max_over_data(state.steps))
     return state, shard.gather_over_data(tokens), shard.gather_over_data(logprobs)
 
 
 def _state_partitions(policy: Policy, specs: Specs) -> Decoding:
-    """How a state is dealt to a mesh's devices."""
+    """Partitions of a state over a mesh."""
     caches = state_partitions(policy, specs)
     return Decoding(caches=caches, token=ROWS, pos=ROWS, steps=ALL, done=ROWS, seed=ROWS)  # pyright: ignore[reportArgumentType]
 
 
 def _beginning(policy: Policy, specs: Specs, *_: Any) -> Partition | None:
-    """How `begin` is dealt."""
+    """Partitions of `begin`."""
     shard = specs[0].shard
     return None if shard.mesh is None else (shard, (ROWS, ROWS), _state_partitions(policy, specs))
 
 
 def _reading(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
-    """How `prefill` is dealt."""
+    """Partitions of `prefill`."""
     if specs[0].shard.mesh is None:
         return None
     state = _state_partitions(policy, specs)
@@ -388,15 +400,15 @@ def _reading(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition
 
 
 def _going_on(rest: tuple[PartitionSpec, ...], results: tuple[PartitionSpec, ...]) -> Callable[..., Partition | None]:
-    """How a program is dealt that goes on from a state, with these other arguments and results."""
+    """Partitions of a program that continues from a state, given those of its other arguments and results."""
 
-    def dealt(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
+    def sharded(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
         if specs[0].shard.mesh is None:
             return None
         state = _state_partitions(policy, specs)
         return specs[0].shard, (partitions(params), state, *rest), (state, *results)
 
-    return dealt
+    return sharded
 
 
 def _extend(
@@ -421,25 +433,26 @@ def _extend(
 def _sample(
     logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """A token per row for position `pos`, and its log-probability under the model itself (before temperature and filters)."""
+    """Sample a token for position `pos` of each row. Returns tokens and their log-probabilities before temperature and filters."""
     token = sampler(logits, seed, pos)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def of_steps(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[Policy, tuple[LayerSpec, ...]]:
-    """What matters to programs that run token by token: whether prompts were read in blocks, but not in blocks of which size."""
+    """Static arguments that matter to token-by-token programs. The size of prefill blocks does not."""
     return policy, tuple(dataclasses.replace(spec, block=1) if spec.block > 1 else spec for spec in specs)
 
 
 begin = Program(_empty, static=2, partition=_beginning)
-"""`begin(policy, specs, seed, total)`: the state of rows that have read nothing yet; see `empty`."""
+"""`begin(policy, specs, seed, total)`: state with empty caches, see `empty`."""
 
 prefill = Program(_prefill, static=2, partition=_reading)
-"""`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: read right-padded prompts and sample the first token.
+"""`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: prefill right-padded prompts and sample the first token.
 
-`total` is how many tokens each row will reach with its new ones. Where a layer wants it, parts of the prompts are read again before
-it chooses what to keep, see `kvjax.runtime.replay`. Returns the `Decoding` state and the first tokens' log-probabilities.
+`total` is the final length of each sequence, including new tokens. If a layer declares replays, parts of the prompts
+are processed again before it chooses what to keep, see `kvjax.runtime.replay`. Returns the `Decoding` state and the
+first tokens' log-probabilities.
 """
 
 decode = Program(
@@ -450,10 +463,11 @@ decode = Program(
     partition=_going_on((ALL, ALL, ALL), (ALL, ALL)),
     canonical=of_steps,
 )
-"""`decode(policy, specs, params, state, count, sampler, ends)`: sample up to `count` <= `CHUNK` more tokens per row.
+"""`decode(policy, specs, params, state, count, sampler, ends)`: sample up to `count` <= `CHUNK` more tokens per sequence.
 
-Stops early when all rows are done. Returns the new state (the old one's buffers are reused: copy it first to fork it), and
-tokens and log-probabilities in buffers of `CHUNK`; `state.steps` tells how many columns are filled.
+Stops early when all sequences are done. Returns the new state, and tokens and log-probabilities in buffers of `CHUNK`
+columns. The growth of `state.steps` is the number of filled columns. The old state's memory is reused, so copy the
+state first to fork it.
 """
 
 answer = Program(
@@ -464,19 +478,20 @@ answer = Program(
     partition=_going_on((ROWS, ROWS, ALL, ALL, ALL), (ALL, ALL)),
     canonical=of_steps,
 )
-"""`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: read given tokens into the caches, then sample.
+"""`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: append given tokens to the caches, then sample.
 
-Row b reads `given[b, :lengths[b]]`, at least one token, at the state's positions and in place of the state's sampled token;
-whatever is kept of the past was chosen before they came. Then it samples: rows with fewer given tokens begin sooner and sample
-more, until the one with the most has sampled `count` <= `CHUNK`, or all are done. Returns the new state (the old one's buffers
-are reused), and tokens and log-probabilities, each row's samples from column 0; row b has sampled as many as `state.steps` grew by,
-less `lengths[b] - 1`.
+Row b processes `given[b, :lengths[b]]`, at least one token, from the state's position on. They replace the state's
+sampled token. What is kept of earlier tokens was chosen before they came. Rows with fewer given tokens begin to sample
+earlier and sample more. The program stops when the row with the most given tokens has sampled `count` <= `CHUNK`
+tokens, or when all rows are done. Returns the new state (the old state's memory is reused), and tokens and
+log-probabilities, with each row's samples from column 0. The number of samples in row b is the growth of `state.steps`
+minus `lengths[b] - 1`.
 """
 
 extend = Program(_extend, static=2, donate=(3,), partition=_going_on((ROWS, ROWS, ROWS, ALL, ALL), (ROWS,)))
-"""`extend(policy, specs, params, state, tokens, count, total, sampler, ends)`: read a block of a text [B, S], right-padded, into the caches.
+"""`extend(policy, specs, params, state, tokens, count, total, sampler, ends)`: prefill one right-padded block [B, S] of a longer text.
 
-Row b reads `count[b]` tokens at the state's positions, in place of its sampled token, and samples the one that follows; a row that
-reads none stays as it is. Of memory it takes the caches, and what S tokens need. Returns the new state (the old one's buffers are
-reused), and the sampled tokens' log-probabilities. `total` is as for `prefill`.
+Row b processes `count[b]` tokens from the state's position on, which replace its sampled token, and samples the next
+token. A row with count 0 does not change. Memory is that of the caches and of S tokens. Returns the new state (the old
+state's memory is reused) and the sampled tokens' log-probabilities. `total` is as for `prefill`.
 """

@@ -1,11 +1,11 @@
-"""A model with a policy's cache at given sizes: the programs compiled for them, what these take, and how to run them.
+"""`Engine`: a model and a policy at fixed sizes, with the compiled programs that prefill and decode.
 
     engine = kvjax.Engine(params, "treekv", 1024, batch=2, prompt_len=8192, max_new_tokens=512)
     print(engine.compile().peak)
     state, _ = engine.prefill([[1, 2, 3], [4, 5]])
     state, tokens, _ = engine.decode(state, 32)
 
-`kvjax.generate`, `stream`, `Session` and `aot_compile` are clients of it, and so are evaluation and benchmarks.
+`kvjax.generate`, `stream`, `Session`, `aot_compile`, evaluation and benchmarks are built on it.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 from rich.filesize import decimal
 
-from kvjax.any_rank import any_rank
-from kvjax.arguments import MOST, amount, shown, whole, wholes
+from kvjax._util.any_rank import any_rank
+from kvjax._util.arguments import MOST, amount, shown, whole, wholes
 from kvjax.cache import LayerCache, bucket, layer_specs
-from kvjax.models import ModelConfig, Params, abstract
+from kvjax.config import ModelConfig
+from kvjax.models import Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
-from kvjax.policies.base import Layer, held_bytes
-from kvjax.policies.capabilities import as_cache, check_reads_blocks
+from kvjax.policies.base import CacheLayer, check_reads_blocks, held_bytes
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.memory import memory_limit
@@ -42,12 +42,13 @@ from kvjax.runtime.sampling import Greedy, Sampler
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Device memory in bytes, of each device of a mesh, as the compiler tells it.
+    """Memory in bytes on each device, according to XLA's memory analysis.
 
     Attributes:
-        weights, cache: what stays: parameters, and the policy's cache.
-        host_cache: of the cache, what is in the host's memory instead; not part of the others.
-        prefill, decode: the most each program holds at a time: arguments, temporaries and results, weights included.
+        weights: bytes of the parameters.
+        cache: bytes of the policy's cache.
+        host_cache: bytes of the cache in host memory, not included in `cache`.
+        prefill, decode: peak of each program: arguments including weights, temporaries and results.
     """
 
     weights: int
@@ -58,46 +59,54 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most that generation holds at a time."""
+        """Peak device memory of generation."""
         return max(self.prefill, self.decode)
 
 
 class Engine:
-    """Runs a batch of rows with a policy's cache; its programs are compiled when they are first needed, or by `compile`.
+    """Runs a batch with a policy's cache. Programs are compiled on first use, or by `compile`.
 
-    Sizes are rounded up (`kvjax.cache.bucket`), prompts' and new tokens' alike, and engines of equal sizes share their programs: so
-    a few serve a sweep over lengths, temperatures and filters. Rounding changes how many slots there are, and nothing else: what
-    fractional budgets are fractions of is each row's own number of tokens.
+    Sizes are rounded up (`kvjax.cache.bucket`), and engines with equal rounded sizes share programs. A sweep over
+    lengths, temperatures and filters therefore needs few programs. Rounding only adds unused slots: fractional budgets
+    refer to each sequence's own number of tokens.
 
     Args:
-        model: weights, or the shape of a model alone, which can be compiled for but not run (see `of`).
+        model: weights, or a model's configuration, for which programs can be compiled but not run (see `of`).
         policy, budget: as for `kvjax.generate`.
-        batch: rows that run together.
-        prompt_len: tokens of the longest prompt; 0 for rows that begin with an empty cache, see `begin`.
-        max_new_tokens: the most tokens that follow in any row, read and sampled together.
-        max_total_tokens: the most tokens that any row has in all, where that is fewer than both together. Models with LongRoPE have one
-            rotation for up to their original window, and another one for more: this number chooses it, for all that the engine runs.
-        block: read prompts so many tokens at a time (see `begin` and `extend`), so that no memory is needed for the whole of one.
-        dtype: type of the weights; by default that of `model`, or bfloat16 for a shape.
-        mesh: devices to run over: a `jax.sharding.Mesh` with some of the axes "data", along which rows are dealt, "model", along which KV
-            heads, matrices and the vocabulary are, and "sequence", along which slots of the cache are, and again matrices and the vocabulary; or
-            text such as "data=2,model=4". Where there are fewer KV heads than devices to share them, several along "model" hold the same
-            heads. Where the policy's caches are not alike in all heads (`PolicyInfo.joint_heads`), all do, and share slots. Of caches
-            whose slots cannot be dealt, those that share them hold the same (`repeated_cache_bytes`).
-            By default weights that lie on a mesh run there. With an `AbstractMesh` it tells bytes, and runs nothing.
+        batch: number of sequences.
+        prompt_len: maximum prompt length in tokens; 0 to begin with an empty cache, see `begin`.
+        max_new_tokens: maximum number of tokens after the prompt, given and sampled together.
+        max_total_tokens: maximum length of any sequence, if less than `prompt_len + max_new_tokens`. With LongRoPE it
+            selects one of two rotations for everything that the engine runs: up to the original window, or beyond.
+        block: tokens per block of chunked prefill (see `begin` and `extend`), so that memory does not grow with the
+            prompt. None prefills whole prompts.
+        dtype: type of the weights; by default that of `model`, or bfloat16 for a configuration.
+        mesh: devices to run on: a `jax.sharding.Mesh`, or text such as "data=2,model=4". By default, weights that are
+            on a mesh run there. With an `AbstractMesh` the engine only reports sizes. The axes are optional:
+            "data" shards the batch.
+            "model" shards KV heads, weight matrices and the vocabulary. With fewer KV heads than devices, several
+            devices hold the same heads. If the policy couples heads (`PolicyInfo.heads_coupled`), devices along "model" all
+            hold all heads, and share slots instead.
+            "sequence" shards the slots of the cache, and also weight matrices and the vocabulary. Caches whose slots
+            cannot be sharded are replicated (`repeated_cache_bytes`).
 
     Attributes:
-        config: the model's shape.
-        policy: bound to it.
-        specs: what is static about each layer's cache, on each device.
-        mesh: the devices, by the axes "data", "model" and "sequence"; an abstract one as it was given; None for one device.
-        shard: how they share the model with this policy's cache.
-        weights: without their tokenizer, which is no part of a program; of a shape, shapes. They are where the mesh wants them.
+        config: the model's configuration.
+        policy: the policy, bound to the model.
+        specs: static description of each layer's cache on each device.
+        mesh: the mesh with axes "data", "model" and "sequence"; an abstract mesh as passed; None for one device.
+        shard: how devices share the model with this policy's cache.
+        weights: weights without tokenizer, placed on the mesh. Shapes if `model` is a configuration.
 
     Raises:
-        ValueError: a number is out of range, or the mesh has other axes, or sizes that the model or the rows cannot be dealt by.
-        PolicyError: the policy is unknown, cannot work with this budget at this length, cannot read in blocks and is to, or has its cache
-            in the host's memory and is to run over a mesh.
+        ValueError: an argument is out of range, or the model or batch cannot be sharded over `mesh`.
+        PolicyError: the policy is unknown, does not support this budget at this length, does not support chunked
+            prefill, or keeps its cache in host memory, which a mesh does not support.
+
+    Example:
+        >>> engine = kvjax.Engine(params, "snapkv", 1024, prompt_len=8192)
+        >>> state, logprobs = engine.prefill([prompt_ids])
+        >>> state, tokens, logprobs = engine.decode(state, 32)
     """
 
     def __init__(
@@ -147,7 +156,7 @@ class Engine:
         self.shard = policy_shard(self.mesh, self.config, self.policy)
         if batch % self.shard.data:
             raise ValueError(
-                f"batch={batch}, but the mesh deals rows to {self.shard.data} devices; give a multiple of {self.shard.data}"
+                f"batch={batch}, but the mesh shards the batch over {self.shard.data} devices; give a multiple of {self.shard.data}"
             )
         specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
         self.specs = tuple(spec.on(self.shard) for spec in specs)
@@ -163,56 +172,56 @@ class Engine:
 
     @property
     def batch(self) -> int:
-        """Rows that run together."""
+        """Number of sequences."""
         return self.specs[0].batch * self.shard.data
 
     @property
     def block(self) -> int:
-        """Tokens of a block in which prompts are read; 0 if they are read whole."""
+        """Tokens per block of chunked prefill; 0 if prompts are prefilled whole."""
         return self.specs[0].block
 
     @property
-    def layers(self) -> tuple[Layer[Any], ...]:
-        """The policy's functions for each layer."""
+    def layers(self) -> tuple[CacheLayer[Any], ...]:
+        """The policy's layers."""
         return decoding.layers_of(self.policy, self.specs)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache holds on the device; on each of a mesh."""
+        """Bytes of the cache on each device."""
         return sum(held_bytes(layer)[0] for layer in self.layers)
 
     @property
     def full_cache_bytes(self) -> int:
-        """Bytes that a full cache of these sizes would hold on the device; on each of a mesh."""
+        """Bytes that a full cache of these sizes would need on each device."""
         shard = get_shard(self.mesh, self.config)
         layers = decoding.layers_of(Full(), [spec.whole.on(shard) for spec in self.specs])
         return sum(held_bytes(layer)[0] for layer in layers)
 
     @property
     def repeated_cache_bytes(self) -> int:
-        """Of `cache_bytes`, what devices that share slots all hold alike."""
+        """Bytes of `cache_bytes` that are replicated on all devices that share slots."""
         return repeated_bytes(self.policy, self.specs)
 
     @property
     def dealt_caches(self) -> int:
-        """How many caches have their slots dealt, each of which costs a step a communication: one per layer, or group of heads."""
+        """Number of caches with sharded slots: one per layer, or per group of heads. Each adds a collective to every step."""
         return dealt_caches(self.policy, self.specs)
 
     @property
     def host_cache_bytes(self) -> int:
-        """Bytes that it holds in the host's memory."""
+        """Bytes of the cache in host memory."""
         return sum(held_bytes(layer)[1] for layer in self.layers)
 
     @property
     def step_bytes_read(self) -> int:
-        """Bytes of the cache that a decoding step reads."""
+        """Bytes of the cache that one decode step reads."""
         return sum(layer.bytes_read for layer in self.layers)
 
     def of(self, params: Params) -> "Engine":
-        """This engine with other weights, of the same shape and type: nothing is compiled again.
+        """Copy of the engine with other weights of the same shape and type. Nothing is compiled again.
 
         Raises:
-            ValueError: they are of another shape or type, or the policy has the model read words of another tokenizer.
+            ValueError: the weights have another shape or type, or the policy replays words and the tokenizer differs.
         """
         weights = without_text(params)
         if self.shard.mesh is not None:
@@ -224,19 +233,22 @@ class Engine:
             )
         if words_of(self.layers, params.tokenizer) != self.specs[0].words:
             raise ValueError(
-                f"{self.policy.info.name} has the model read words, and these programs were compiled without this tokenizer's; "
+                f"{self.policy.info.name} prefills words of its own, and these programs were compiled for another tokenizer; "
                 "compile with the weights"
             )
         other = object.__new__(Engine)
         other.__dict__.update(self.__dict__, weights=weights)
-        other.__dict__.pop("_origin", None)  # it has a sample of the weights
+        other.__dict__.pop("_origin", None)  # it contains a sample of the weights
         return other
 
     def compile(self, sampler: Sampler | None = None) -> Memory:
-        """Have the programs that read prompts and decode compiled, and tell what they take.
+        """Compile the prefill and decode programs, and report their memory.
 
         Args:
-            sampler: how tokens will be sampled; greedily by default. Its numbers do not matter, its filters do.
+            sampler: how tokens will be sampled; None is greedy. Only which filters it has matters, not their values.
+
+        Returns:
+            The memory on each device.
         """
         prefill, decode = self.executables(sampler=sampler)
         return Memory(
@@ -250,12 +262,12 @@ class Engine:
     def executables(
         self, state: Decoding | None = None, sampler: Sampler | None = None, given: int | None = None
     ) -> tuple[Any, Any]:
-        """The programs that read prompts and decode, compiled.
+        """The compiled prefill and decode programs.
 
         Args:
-            state: shapes of what decoding begins with; then there is None in place of the other program.
+            state: shapes of the state from which decoding starts. The first program is then None.
             sampler: as for `compile`.
-            given: tokens, padding included, that are read before decoding, as by `answering`; then its program is the second.
+            given: padded number of given tokens. If it is set, the second program is that of `answering`.
         """
         rows, count = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((self.batch,), ()))
         how, prefill = self.how(sampler, ()), None
@@ -267,7 +279,7 @@ class Engine:
         return prefill, self._compiled(decoding.answer, state, tokens, rows, count, *how)
 
     def reading(self, sampler: Sampler | None = None) -> tuple[Any, Decoding]:
-        """The program that reads prompts, compiled, and shapes and places of the state that it leaves.
+        """The compiled prefill program, and shapes and shardings of the state that it returns.
 
         Args:
             sampler: as for `compile`.
@@ -290,14 +302,14 @@ class Engine:
         return prefill, decoding.started(prefill, self.policy, self.specs, self.weights, *prompt, *how)
 
     def begin(self, total: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> Decoding:
-        """The state of rows that have read nothing yet.
+        """State with empty caches.
 
         Args:
             total: as for `extend`.
             seeds: as for `prefill`.
 
         Raises:
-            ValueError: there is not one whole number per row.
+            ValueError: a list does not have one whole number per sequence.
         """
         self._check_memory()
         return self._own(decoding.empty(self.policy, self.specs, self._seeds(seeds), self._total(total)))
@@ -311,21 +323,23 @@ class Engine:
         eos_ids: Sequence[int] = (),
         progress: Callable[[int, int], Any] | None = None,
     ) -> tuple[Decoding, Float[Array, " B"]]:
-        """Read a prompt per row, whole or in blocks, and sample the first token.
+        """Prefill one prompt per sequence, whole or in blocks, and sample the first token.
 
         Args:
-            new_tokens: how many tokens will follow in each row, which fractional budgets count; by default all there is room for.
-            seeds: of each row's samples; 0 by default.
-            sampler: how tokens are sampled; greedily by default.
-            eos_ids: tokens that end a row.
-            progress: called with the blocks that have been read, and all of them, where there are blocks.
+            prompts: token ids of each prompt.
+            new_tokens: number of tokens that will follow each prompt, which fractional budgets count; None means
+                `max_new_tokens`.
+            seeds: sampling seed of each sequence; 0 by default.
+            sampler: how tokens are sampled; None is greedy.
+            eos_ids: token ids that end a sequence.
+            progress: called after each block with the number of finished blocks and of all blocks.
 
         Returns:
-            The state, and the first tokens' log-probabilities under the model.
+            The state, and the first tokens' log-probabilities under the model, [B].
 
         Raises:
-            ValueError: there are more or fewer prompts than rows, or some are empty, too long, or have token ids that are none of the
-                model's; or there is not one whole number per row.
+            ValueError: there is not one prompt per sequence, a prompt is empty, too long or has an invalid token id, or
+                a list does not have one whole number per sequence.
         """
         check_ids(prompts, self.batch, self.specs[0].prompt_len, self.config.vocab_size)
         lengths = [len(prompt) for prompt in prompts]
@@ -355,19 +369,22 @@ class Engine:
         sampler: Sampler | None = None,
         eos_ids: Sequence[int] = (),
     ) -> tuple[Decoding, Float[Array, " B"]]:
-        """Read a block of a text into each row's cache, and sample the token after it; see `decoding.extend`. The state is used up.
+        """Prefill one block of a longer text for each sequence, and sample the next token. The state is used up.
+
+        See `decoding.extend`.
 
         Args:
-            tokens: of each row up to `block`; none for a row that is to stay as it is.
-            total: tokens that each row will reach, which fractional budgets are fractions of; by default all there is room for.
+            state: the state to continue from.
+            tokens: up to `block` token ids per sequence; none to leave a sequence unchanged.
+            total: final length of each sequence in tokens, to which fractional budgets refer; None means the maximum.
             sampler, eos_ids: as for `prefill`.
 
         Returns:
-            The state, and the sampled tokens' log-probabilities.
+            The state, and the sampled tokens' log-probabilities, [B].
 
         Raises:
-            ValueError: the engine was not made to read in blocks; the state is of another engine; there are more or fewer rows than the
-                engine has; or some blocks are too long, or have token ids that are none of the model's.
+            ValueError: the engine has no `block`, the state is of another engine, there is not one block per sequence,
+                or a block is too long or has an invalid token id.
             RuntimeError: the state has been used up.
         """
         return self.extending(state, tokens, total, sampler, eos_ids)()
@@ -380,10 +397,10 @@ class Engine:
         sampler: Sampler | None = None,
         eos_ids: Sequence[int] = (),
     ) -> Callable[[], tuple[Decoding, Float[Array, " B"]]]:
-        """Compile, if need be, what `extend` runs with these arguments. Calling it uses the state up."""
+        """Compile `extend` for these arguments, if necessary, and return the call. The call uses the state up."""
         self._check(state)
         if not self.block:
-            raise ValueError("this engine reads prompts whole; make the engine with block=, such as 512")
+            raise ValueError("this engine prefills prompts whole; make the engine with block=, such as 512")
         check_ids(tokens, self.batch, self.block, self.config.vocab_size, "block", least=0)
         room = self.specs[0].prompt_len
         read = on_host(state.pos) - on_host(state.steps)
@@ -399,18 +416,22 @@ class Engine:
     def decode(
         self, state: Decoding, count: int, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()
     ) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
-        """Sample up to `count` more tokens per row; see `decoding.decode`. The state is used up.
+        """Sample up to `count` more tokens per sequence. The state is used up.
+
+        See `decoding.decode`.
 
         Args:
-            count: at most what `max_new_tokens` leaves: each of them is preceded by one that is read into the cache.
+            state: the state to continue from.
+            count: number of tokens, at most what is left of `max_new_tokens`. Each one appends its predecessor to the
+                cache.
             sampler, eos_ids: as for `prefill`.
 
         Returns:
-            The state, tokens and log-probabilities, of which as many columns are filled as `state.steps` grew by. There are `decoding.CHUNK`
-            columns for each `decoding.CHUNK` tokens that were asked for, or part of them.
+            The state, tokens and log-probabilities. Only the first columns are filled: as many as `state.steps` grew
+                by. The number of columns is `count`, rounded up to a multiple of `decoding.CHUNK`.
 
         Raises:
-            ValueError: the state is of another engine, or there is no room for so many tokens.
+            ValueError: the state is of another engine, or `count` is too large.
             RuntimeError: the state has been used up.
         """
         self._check(state)
@@ -437,16 +458,20 @@ class Engine:
         eos_ids: Sequence[int] = (),
         size: int | None = None,
     ) -> Callable[[], tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]]:
-        """Compile, if need be, what reads given tokens and goes on from there; see `decoding.answer`. Calling it uses the state up.
+        """Compile, if necessary, the program that appends given tokens and samples, and return the call. The call uses the state up.
+
+        See `decoding.answer`.
 
         Args:
-            given: tokens to read in each row, one at least.
-            count: tokens to sample after the longest of them, from 1 to `decoding.CHUNK`; `decode` samples more.
-            size: what they are padded to; by default a bucket.
+            state: the state to continue from.
+            given: at least one token id per sequence.
+            count: number of tokens to sample after the longest given row, 1 to `decoding.CHUNK`. `decode` samples more.
+            sampler, eos_ids: as for `prefill`.
+            size: length that `given` is padded to; by default a bucket.
 
         Raises:
-            ValueError: the state is of another engine; or there is no room for so many tokens; or there are more or fewer rows than the
-                engine has; or some are empty, too long, or have token ids that are none of the model's.
+            ValueError: the state is of another engine, too many tokens are given or requested, there is not one row per
+                sequence, or a row is empty, too long or has an invalid token id.
             RuntimeError: the state has been used up.
         """
         self._check(state)
@@ -462,24 +487,24 @@ class Engine:
         )
 
     def save(self, state: Decoding) -> Decoding:
-        """A state as arrays of NumPy on the host, those of one device whatever the mesh; `resume` takes it, on this mesh or another.
+        """Copy a state to the host as unsharded NumPy arrays. `resume` restores it on this mesh or another.
 
-        The state itself can still be used.
+        The state itself remains usable.
 
         Raises:
-            ValueError: it is of another engine.
-            RuntimeError: it has been used up.
+            ValueError: the state is of another engine.
+            RuntimeError: the state has been used up.
         """
         self._check(state)
         saved = decoding.saved(self.policy, self.specs, state)
         return dataclasses.replace(saved, origin=dataclasses.replace(self._origin, shard=None))
 
     def resume(self, state: Decoding) -> Decoding:
-        """What `save` gave, on this engine's devices.
+        """Put a saved state on this engine's devices.
 
         Raises:
-            ValueError: it is of other sizes, or of another policy or model.
-            RuntimeError: it has been used up.
+            ValueError: the state has other sizes, or is of another policy or model.
+            RuntimeError: the state has been used up.
         """
         decoding.check_state(state)
         resumed = decoding.resumed(self.policy, self.specs, _without_origin(state))
@@ -494,23 +519,23 @@ class Engine:
 
     @any_rank
     def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
-        """What each layer keeps, in all its KV heads and rows, as one device has it; from a mesh it is brought to the host first.
+        """Each layer's kept slots, all rows and heads, unsharded. On a mesh they are copied to the host first.
 
         Raises:
             ValueError: the state is of another engine.
-            RuntimeError: it has been used up.
+            RuntimeError: the state has been used up.
         """
         self._check(state)
         caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
         layers = [self.policy.layer(spec.whole) for spec in self.specs]
-        return tuple(as_cache(layer, cache) for layer, cache in zip(layers, caches, strict=True))
+        return tuple(layer.view(cache) for layer, cache in zip(layers, caches, strict=True))
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[np.ndarray, " E"]]:
-        """How tokens are sampled, as programs take it; arguments as for `prefill`.
+        """Sampling arguments of the programs. Arguments as for `prefill`.
 
-        There are as many end tokens as the model has, and one at least, so that ignoring them is no other program; none is below 0.
-        (An array without elements in a loop over a mesh ends JAX 0.11.2's process.) They are not on a device yet, so that a program can be
-        compiled for one that is not here.
+        End tokens are padded with -1 to the number that the model has, and to at least one, so that ignoring them needs
+        no other program. (In a loop over a mesh, an empty array crashes JAX 0.11.2.) The ids stay on the host, so that
+        programs can be compiled for absent devices.
         """
         ids = wholes("eos_ids", eos_ids, None)
         ids += [-1] * (max(len(self.config.eos), 1) - len(ids))
@@ -521,7 +546,7 @@ class Engine:
         return Greedy() if sampler is None else sampler, np.asarray(ids, np.int32)
 
     def ready(self, program: Program, *args: Any) -> Callable[[], Any]:
-        """A program of `decoding` for this model, policy and sizes, compiled if it has not been, that is run by calling it."""
+        """Compile a program of `decoding` for this engine, if necessary, and return the call that runs it."""
         args = tuple(map(_without_origin, args))
         self._compiled(program, *args)
         return lambda: program(self.policy, self.specs, self.weights, *args)
@@ -534,12 +559,12 @@ class Engine:
         sampler: Sampler | None,
         eos_ids: Sequence[int],
     ) -> Callable[[], tuple[Decoding, Float[Array, " B"]]]:
-        """`extending` of what has been checked."""
+        """`extending` without its checks."""
         given = decoding.padded(tokens, self.block)
         return self._going_on(decoding.extend, state, *given, self._total(total), *self.how(sampler, eos_ids))
 
     def _going_on(self, program: Program, state: Decoding, *args: Any) -> Callable[[], Any]:
-        """`ready` of a program that goes on from a state, and gives another one of this engine, and other results."""
+        """`ready` of a program that continues from a state. The returned state gets this engine's origin."""
         run = self.ready(program, state, *args)
 
         def going_on() -> Any:
@@ -555,21 +580,23 @@ class Engine:
         return executable
 
     def _check_memory(self) -> None:
-        """Raise `ValueError` if the cache cannot fit into the memory that is here, before anything is compiled or allocated for it."""
+        """Raise `ValueError` if cache and weights exceed the memory, before anything is compiled or allocated."""
         limit, spec = memory_limit(self.shard), self.specs[0]
         tokens = self.config.cache_bytes_per_token(spec.dtype.itemsize) * (spec.max_tokens + spec.block)
-        if limit is None or 4 * spec.batch * tokens < limit:  # whatever the policy holds besides keys and values
+        if (
+            limit is None or 4 * spec.batch * tokens < limit
+        ):  # 4 allows for what a policy stores besides keys and values
             return
         held, weights = self.cache_bytes, bytes_per_device(self.weights)
         if held + weights > limit:
             raise ValueError(
-                f"a cache of {decimal(held)} by {self.policy.info.name} and weights of {decimal(weights)} are more than the {decimal(limit)} of "
+                f"a cache of {decimal(held)} by {self.policy.info.name} and weights of {decimal(weights)} exceed the {decimal(limit)} of "
                 "memory here; give fewer tokens or rows, a smaller budget, or another policy"
             )
 
     @functools.cached_property
     def _origin(self) -> Origin:
-        """What states of this engine are known by."""
+        """Identifies states of this engine."""
         specs = tuple(dataclasses.replace(spec.whole, block=0) for spec in self.specs)
         return Origin(self.policy, specs, self.config, self.shard, sample_of(self.weights))
 
@@ -577,10 +604,10 @@ class Engine:
         return dataclasses.replace(state, origin=self._origin)
 
     def _check(self, state: Any) -> None:
-        """Raise unless a state is one of this engine's, or of an engine like it, and has not been used up."""
+        """Raise unless the state is of this engine or an equal one, and has not been used up."""
         decoding.check_state(state)
         if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state.caches)):
-            raise ValueError("this state is on the host, as `save` leaves it; give it to `resume` first")
+            raise ValueError("this state is on the host, as `save` returns it; pass it to `resume` first")
         if state.origin is None:
             decoding.check_like(state, self._shapes)
         else:
@@ -588,12 +615,12 @@ class Engine:
 
     @functools.cached_property
     def _shapes(self) -> Decoding:
-        """Shapes of a state's arrays."""
+        """Shapes of the arrays of a state."""
         rows = (jax.ShapeDtypeStruct((self.batch,), dtype) for dtype in (jnp.uint32, jnp.int32))
         return decoding.begin.shapes(self.policy, self.specs, *rows)
 
     def _check_room(self, state: Decoding, reads: int) -> None:
-        """Raise `ValueError` unless a state has room for so many tokens more."""
+        """Raise `ValueError` unless the state has room for `reads` more tokens."""
         read = int(on_host(state.steps))
         if read + reads > self.max_new_tokens:
             raise ValueError(
@@ -611,7 +638,7 @@ class Engine:
         return jnp.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, jnp.int32)
 
     def _totals(self, total: list[int], name: str) -> list[int]:
-        """Tokens that rows will reach, which the cache has room for."""
+        """Validate the final lengths of the sequences against the cache."""
         room = self.specs[0].max_tokens
         if max(total) > room:
             raise ValueError(
@@ -621,14 +648,14 @@ class Engine:
 
 
 def _without_origin(value: Any) -> Any:
-    """A state as programs take it; other values as they are."""
+    """Remove a state's origin, as programs need. Other values are returned unchanged."""
     return dataclasses.replace(value, origin=None) if isinstance(value, Decoding) else value
 
 
 def blocks(prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int) -> Iterator[list[list[int]]]:
-    """Prompts in blocks of `size` tokens, a list per row, which all end with the last; a row's first block is the one that is not full.
+    """Split prompts into blocks of `size` tokens. All rows end with the last block, and a row's first block may be partial.
 
-    So the tokens that a prompt ends with, by which many a method chooses, are together.
+    Many policies select by the last tokens of a prompt, which are thus in one block.
     """
     for left in range(max(-(-len(prompt) // size) for prompt in prompts), 0, -1):
         yield [
@@ -638,7 +665,7 @@ def blocks(prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int)
 
 
 def program_bytes(executable: Any) -> int:
-    """The most device memory that a program holds: arguments, temporaries and results, what is shared counted once."""
+    """Peak device memory of a program in bytes: arguments, temporaries and results, with aliased memory counted once."""
     memory = executable.memory_analysis()
     return (
         memory.argument_size_in_bytes

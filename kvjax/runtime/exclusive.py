@@ -1,4 +1,4 @@
-"""What one thread at a time may use, and no other thread waits long for."""
+"""A lock for objects that one thread uses at a time. Other threads never wait for a long use."""
 
 import contextlib
 import functools
@@ -8,14 +8,14 @@ from typing import Any, TypeVar, cast
 
 
 class Exclusive:
-    """Who uses something: one thread for long, or several in turns for moments. Within one thread, uses may be nested."""
+    """Tracks use of an object: by one thread for long, or by several threads for short moments. A thread may nest its uses."""
 
     def __init__(self) -> None:
         self._entering, self._used = threading.RLock(), threading.RLock()
 
     @contextlib.contextmanager
     def for_long(self) -> Iterator[bool]:
-        """Use it if no other thread does; gives whether it is so. Those that use it for a moment are waited for."""
+        """Acquire without waiting for long uses, but wait for short ones. Yields whether it was acquired."""
         with self._entering:
             free = self._used.acquire(blocking=False)
         try:
@@ -26,7 +26,7 @@ class Exclusive:
 
     @contextlib.contextmanager
     def for_a_moment(self) -> Iterator[bool]:
-        """Use it while others wait; gives whether no other thread uses it for long."""
+        """Acquire while other threads wait. Yields whether no other thread uses the object for long."""
         with self._entering, self.for_long() as free:
             yield free
 
@@ -35,7 +35,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def alone(method: Method) -> Method:
-    """Have a method use its object, by `_use`, for long, once `_check` has not refused it."""
+    """Make a method acquire its object (`_use`) for long. `_check` raises if the object is in use."""
 
     @functools.wraps(method)
     def used(self: Any, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text in, text out: `generate` and `stream`."""
+"""`generate` and `stream`: continue text, token ids or chats."""
 
 import contextlib
 import dataclasses
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.arguments import amount, short
-from kvjax.cache import host_memory, layer_specs
+from kvjax._util.arguments import amount, short
+from kvjax.cache import Shard, host_memory, layer_specs
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
-from kvjax.policies.capabilities import check_reads_blocks
+from kvjax.policies.base import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
@@ -26,43 +26,45 @@ from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
-from kvjax.runtime.prompts import Message, Prompt, Question, asked_in_chats, question_ids, refuse_rows, token_ids
+from kvjax.runtime.prompts import Message, PromptLike, Question, asked_in_chats, question_ids, refuse_rows, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
 
 BLOCK = 4096
-"""Tokens of the blocks in which prompts are read that would not fit whole."""
+"""Block size in tokens for prompts that would not fit whole."""
 
 STREAM_STEPS = 8
-"""Tokens decoded between looks at the host, when text is streamed or stop strings are given."""
+"""Tokens decoded between checks on the host, for streaming and stop strings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStats:
-    """What one call did; of a batch, all rows together.
+    """Statistics of one call, over all sequences of a batch.
 
     Attributes:
-        rows: prompts that were continued.
-        prompt_tokens, new_tokens: tokens read and sampled.
-        prefill_seconds, decode_seconds: time to run the two programs, compilation not included.
-        compile_seconds: time to compile them, 0 when they were compiled before.
-        cache_bytes: bytes the policy's cache holds on the device; on each device of a mesh.
-        full_cache_bytes: bytes a full cache would hold there for the same prompts and new tokens.
-        host_cache_bytes: bytes the policy's cache holds in the host's memory, if it is `offloaded`.
-        step_bytes_read: bytes of it that attention reads in a decoding step; see `Policy.bytes_read`.
-        hit_rate: share of the tokens that queries selected which were on the device already; None if none was looked for on
-            the host. Rows that are done count until all are.
-        fetched_bytes: bytes of keys and values that decoding needed from the host's memory, all steps together; of sparse layers those
-            of selected tokens that were not on the device, not counting each row's first query.
-        question_tokens: tokens read one by one after the prompts had been compressed.
-        budget_applies: whether the policy has a budget; of one that has none, such as `full`, a `budget` that was given had no effect.
-        prefill_block: tokens of the blocks that the prompts were read in; None if they were read whole.
-        devices: over how many devices it ran.
-        head_copies: how many of these held the same KV heads, with all slots, as there are fewer heads.
-        slot_devices: how many of these shared the slots of the same KV heads.
-        repeated_cache_bytes: of `cache_bytes`, what these held alike nevertheless: of layers whose slots cannot be dealt all, of others
-            what is known of slots besides keys and values.
+        rows: number of sequences.
+        prompt_tokens: number of prompt tokens.
+        new_tokens: number of sampled tokens.
+        prefill_seconds, decode_seconds: run time of the two programs, without compilation.
+        compile_seconds: compile time; 0 if the programs were already compiled.
+        cache_bytes: bytes of the policy's cache on each device.
+        full_cache_bytes: bytes that a full cache for the same tokens would need on each device.
+        host_cache_bytes: bytes of the policy's cache in host memory, if it is `offloaded`.
+        step_bytes_read: bytes of the cache that attention reads in one decode step; see `Policy.bytes_read`.
+        hit_rate: fraction of the selected tokens that were already on the device. None if none were looked up on the
+            host. Finished sequences count until all are finished.
+        fetched_bytes: bytes of keys and values fetched from host memory over all decode steps. In sparse layers these
+            are selected tokens that were not on the device, without each sequence's first query.
+        question_tokens: number of question tokens, which are processed one by one after the prompts are compressed.
+        budget_applies: whether the policy uses a budget. If not (as for `full`), a given `budget` had no effect.
+        prefill_block: block size of chunked prefill in tokens; None if prompts were prefilled whole.
+        devices: number of devices.
+        head_copies: number of devices that held the same KV heads with all slots, as there are fewer heads than
+            devices.
+        slot_devices: number of devices that shared the slots of the same KV heads.
+        repeated_cache_bytes: bytes of `cache_bytes` that are replicated on every device that shares slots: whole caches
+            of layers that cannot be sharded by slots, and positions and weights of the others.
     """
 
     rows: int
@@ -87,25 +89,24 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens read per second."""
+        """PromptLike tokens per second of prefill."""
         return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens read per second while decoding: of questions, and those sampled, but for the last of each row."""
+        """Tokens processed per second of decoding: question tokens and new tokens, except the last one of each sequence."""
         return (self.question_tokens + self.new_tokens - self.rows) / max(self.decode_seconds, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reply:
-    """What a model wrote.
+    """A model's continuation of a prompt.
 
     Attributes:
-        text: the new text, without special tokens and stop string; None for a model without tokenizer.
-        tokens: the new token ids, the end token included if one was sampled.
-        logprobs: each token's log-probability under the model, before temperature and filters.
-        stop_reason: "eos" (sampled an end token), "stop" (produced a stop string, or sampled the special token that is one), or
-            "length".
+        text: new text, without special tokens and stop string; None if the model has no tokenizer.
+        tokens: new token ids, including a sampled end token.
+        logprobs: log-probability of each token under the model, before temperature and filters.
+        stop_reason: "eos" (an end token), "stop" (a stop string, or a special token that is one), or "length".
     """
 
     text: str | None
@@ -114,7 +115,7 @@ class Reply:
     stop_reason: StopReason
 
     def __repr__(self) -> str:
-        """All fields; of lists the beginning and how many there are."""
+        """All fields; long lists are abbreviated."""
         values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         fields = (f"{name}={_listed(value) if isinstance(value, list) else repr(value)}" for name, value in values)
         return f"{type(self).__name__}({', '.join(fields)})"
@@ -122,16 +123,16 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Generation(Reply):
-    """One continued prompt: a `Reply`, and what it took.
+    """A `Reply` with statistics of the call.
 
     Attributes:
-        stats: what the call did.
+        stats: statistics of the call.
     """
 
     stats: GenerationStats
 
 
-# A string is also a sequence of strings; the first that fits is taken.
+# A string is also a sequence of strings; the first matching overload is used.
 @overload
 def generate(  # pyright: ignore[reportOverlappingOverload]
     params: Params,
@@ -169,7 +170,7 @@ def generate(
 
 def generate(
     params: Params,
-    prompt: Prompt | Sequence[Prompt],
+    prompt: PromptLike | Sequence[PromptLike],
     policy: str | Policy = "full",
     budget: int | float | None = None,
     max_new_tokens: int = 128,
@@ -186,45 +187,52 @@ def generate(
     mesh: Mesh | str | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Generation | list[Generation]:
-    """Continue one prompt, or several at once.
+    """Continue one prompt, or several as a batch.
 
-    Everything is checked before anything is compiled or run. Numbers may be Python's, NumPy's or JAX's.
+    All arguments are checked before anything is compiled or run. Numbers may be from Python, NumPy or JAX.
 
     Args:
-        params: a model, from `kvjax.load`.
-        prompt: text, token ids, or chat messages; or a list of any of these, or an array of token ids, a row each. Rows of a list
-            may have any lengths: each gets what it would get alone.
-        policy: how the KV cache is kept: a name (see `kvjax.policies()`) or a `Policy` with hyperparameters of your choice.
-        budget: cache slots per head: a number of tokens, or a fraction of prompt + new tokens. None: the policy's default.
-            A policy without one ignores it, as `GenerationStats.budget_applies` tells.
-        max_new_tokens: most tokens to sample. A model with LongRoPE (Phi-3) has one rotation up to its original window and another one
-            beyond. A sequence that grows beyond the window is read again with the other rotation, all that it has sampled included.
-        temperature: 0 is greedy.
-        top_k, top_p, min_p: filters on what may be sampled, see `kvjax.runtime.sampling.Sampling`.
-        seed: with the same seed a prompt samples the same tokens; row i of a list samples as it would alone with `seed + i`. Any whole
-            number will do; what counts is its remainder modulo 2**32.
-        stop: strings that end the text where they appear (they are not part of it). A special token of the model, such as
-            "<|im_end|>", is one by itself; the text of a special token is no part of a longer string.
-        ignore_eos: go on past end tokens.
-        question: text or token ids that follow the prompt (one for each prompt of a list), read only once the prompt has been
-            compressed: what is kept of the prompt is chosen without knowing it. Its tokens count as new ones. After chat messages,
-            the question is appended to the user's last message as it is, and is read together with the end of that message and the
-            opening of the answer. If the last message is not the user's, the question is a message of the user's own.
-        prefill_block: read prompts in blocks of so many tokens, each compressed together with what is kept of those before it, so that
-            memory and time per token do not depend on a prompt's length. Tokens attend to what is kept and, causally, to their block.
-            The first block of a prompt is the one that is not full. By default prompts are read whole, or in blocks of `BLOCK` where
-            their keys and values would not fit beside the weights, as `GenerationStats.prefill_block` tells. Not for policies that
-            choose from a prompt as a whole.
-        mesh: devices to run over, as for `kvjax.Engine`. Load the weights there (`kvjax.load(..., mesh=...)`), or each call deals them anew.
-        progress: called with the blocks of prompts that have been read, and all of them, where prompts are read in blocks.
+        params: a model from `kvjax.load`.
+        prompt: text, token ids or chat messages; or a list of these; or an array of token ids, one row per prompt.
+            Prompts of a list may have different lengths, and each result equals that of the prompt alone.
+        policy: how the KV cache is compressed: a name (`kvjax policies` lists them) or a `Policy` with hyperparameters.
+        budget: cache slots per head: a number of tokens, or a fraction of prompt + new tokens. None uses the policy's
+            default. Policies without a budget ignore it, see `GenerationStats.budget_applies`.
+        max_new_tokens: maximum number of tokens to sample. Models with LongRoPE (Phi-3) have one rotation up to their
+            original window and another beyond. A sequence that outgrows the window is prefilled again with the other
+            rotation, including its sampled tokens.
+        temperature: sampling temperature; 0 is greedy.
+        top_k, top_p, min_p: sampling filters, see `kvjax.runtime.sampling.Sampling`.
+        seed: any whole number; only its remainder modulo 2**32 matters. The same seed and prompt give the same tokens.
+            PromptLike i of a list samples as it would alone with `seed + i`.
+        stop: strings at which the text ends; they are not part of it. A special token such as "<|im_end|>" has to be a
+            string by itself.
+        ignore_eos: whether to continue after end tokens.
+        question: text or token ids that follow the prompt, one per prompt of a list. The policy compresses the prompt
+            before the question is processed (question-agnostic compression). Question tokens count as new tokens. After
+            chat messages, the question is appended to the user's last message, and is processed with the end of that
+            message and the opening of the answer. If the last message is not the user's, the question becomes a user
+            message.
+        prefill_block: block size in tokens of chunked prefill. Each block is compressed together with what is kept of
+            earlier blocks, so memory and time per token do not depend on the prompt's length. Tokens attend to the kept
+            tokens and causally to their block. If a block is partial, it is the first. None prefills whole prompts, or
+            blocks of `BLOCK` if their keys and values would not fit, see `GenerationStats.prefill_block`. Policies that
+            need the whole prompt do not support blocks.
+        mesh: devices to run on, as for `kvjax.Engine`. Load the weights onto it (`kvjax.load(..., mesh=...)`);
+            otherwise each call shards them again.
+        progress: called after each block of chunked prefill with the number of finished blocks and of all blocks.
 
     Returns:
-        A `Generation`; for a list of prompts a list of them.
+        A `Generation`, or a list of them for a list of prompts.
 
     Raises:
-        ValueError: the prompt is empty, not of a known kind, or has a token id that is none of the model's, or an option is out of range.
-            Of a list, all such prompts are named.
-        PolicyError: the policy is unknown, or cannot work with this budget; for which prompts of a list.
+        ValueError: a prompt is empty, of an unknown kind, or has an invalid token id, or an option is out of range. For
+            a list, the message names all invalid prompts.
+        PolicyError: the policy is unknown, or does not support this budget. For a list, the message names the prompts.
+
+    Example:
+        >>> params = kvjax.load()
+        >>> kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text
     """
     request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
     return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh, progress=progress).finish()
@@ -232,7 +240,7 @@ def generate(
 
 def stream(
     params: Params,
-    prompt: Prompt,
+    prompt: PromptLike,
     policy: str | Policy = "full",
     budget: int | float | None = None,
     max_new_tokens: int = 128,
@@ -243,13 +251,24 @@ def stream(
     progress: Callable[[int, int], Any] | None = None,
     **options: Unpack[RequestOptions],
 ) -> Iterator[str]:
-    """Continue one prompt and yield its text as it comes.
+    """Continue one prompt and yield the text piece by piece.
 
-    The pieces joined are the `text` that `generate` returns for the same arguments; the generator's return value (what
-    `yield from` evaluates to) is that `Generation`. Text that might turn out to be the beginning of a stop string or of a
-    character is held back until it is known.
+    The joined pieces equal the `text` of `generate` with the same arguments. The generator returns that `Generation`,
+    as the value of `yield from`. Incomplete characters, and text that may begin a stop string, are withheld until they
+    are certain.
 
-    Args and errors: as for `generate`.
+    Args:
+        params, prompt, policy, budget, max_new_tokens: as for `generate`, for a single prompt.
+        question, prefill_block, mesh, progress: as for `generate`.
+        options: other options of `generate`.
+
+    Raises:
+        ValueError: as `generate`, or the model has no tokenizer.
+        PolicyError: as `generate`.
+
+    Example:
+        >>> for piece in kvjax.stream(params, "Once upon a time"):
+        ...     print(piece, end="", flush=True)
     """
     request = check_request(params, max_new_tokens, **options)
     if params.tokenizer is None:
@@ -273,15 +292,40 @@ def _listed(values: list[Any]) -> str:
     return repr(values) if len(values) <= 8 else f"[{', '.join(map(short, values[:6]))}, … {len(values)} in all]"
 
 
+def automatic_block(
+    params: Params, policy: Policy, shard: Shard, rows: int, longest: int, new_tokens: int
+) -> int | None:
+    """Tokens of a block where whole prompts would not fit and the policy can prefill in blocks; None for whole prompts.
+
+    Args:
+        policy: bound to the model.
+        shard: how devices share the model with the policy's cache.
+        rows: sequences that run together.
+        longest: tokens of the longest prompt.
+        new_tokens: maximum number of tokens that follow a prompt.
+    """
+    limit = device_bytes()
+    if limit is None or longest <= BLOCK:
+        return None
+    held = Full().nbytes(params.config, -(-rows // shard.data), longest, new_tokens, params.dtype)
+    if bytes_per_device(params) + held // (shard.heads * shard.slots) <= limit:
+        return None
+    specs = layer_specs(params.config, 1, longest, new_tokens, params.dtype, block=BLOCK)
+    readable = all(policy.layer(spec).reads == "blocks" for spec in specs)
+    return BLOCK if readable else None
+
+
 @dataclasses.dataclass
 class Row:
-    """What one row has sampled so far.
+    """Progress of one sequence.
 
     Attributes:
-        prompt, question: token ids that were given.
-        tokenizer: None for a model without text.
-        growing: the text as it comes, where somebody watches it.
-        again: how many of the sampled tokens were read again with the prompt, when the model's rotation changed.
+        prompt, question: given token ids.
+        tokenizer: None if the model has no tokenizer.
+        growing: decodes the text token by token, for streaming and stop strings.
+        tokens, logprobs: what has been sampled so far.
+        stop_reason: None while the sequence is running.
+        again: number of sampled tokens that were prefilled again when the rotation changed.
     """
 
     prompt: list[int]
@@ -295,21 +339,21 @@ class Row:
 
     @property
     def read_first(self) -> list[int]:
-        """Tokens that are read as a prompt."""
+        """Tokens that are prefilled."""
         return [*self.prompt, *self.question, *self.tokens[: self.again]] if self.again else self.prompt
 
     @property
     def read_next(self) -> list[int]:
-        """Tokens that are read one by one after it."""
+        """Tokens that are processed one by one after prefill."""
         return [] if self.again else self.question
 
     def watch(self, stop: Sequence[str]) -> None:
-        """Have the text made as tokens come, up to the first stop string."""
+        """Decode the text token by token, up to the first stop string."""
         assert self.tokenizer is not None
         self.growing = GrowingText(self.tokenizer, self.prompt + self.question, stop)
 
     def text(self) -> str | None:
-        """The new text."""
+        """The new text; None if the model has no tokenizer."""
         if self.tokenizer is None:
             return None
         if self.growing is not None:
@@ -317,7 +361,7 @@ class Row:
         return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], request: Request) -> None:
-        """Take in newly sampled tokens up to the row's end."""
+        """Append newly sampled tokens, up to the end of the sequence."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
                 return
@@ -332,7 +376,7 @@ class Row:
 
 
 class Run:
-    """One call of `generate` or `stream`: checks the arguments, runs the programs, collects what they sample."""
+    """One call of `generate` or `stream`: checks the arguments, runs the programs and collects the samples."""
 
     def __init__(
         self,
@@ -353,7 +397,7 @@ class Run:
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
         self.prefill_block = None if prefill_block is None else amount("prefill_block", prefill_block)
-        if self.prefill_block is not None:  # as far as it can be told before prompts are read
+        if self.prefill_block is not None:  # what can be checked before prompts are tokenised
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
                 check_reads_blocks(self.policy.layer(spec))
         prompts, self.single = token_ids(params, prompt, one=streamed, longest=longest)
@@ -367,7 +411,8 @@ class Run:
         self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
         self._check_budgets()
         if prefill_block is None:
-            self.prefill_block = self._automatic_block()
+            longest, new = (max(map(count, self.rows)) for count in (lambda row: len(row.prompt), self._new_tokens))
+            self.prefill_block = automatic_block(params, self.policy, self.shard, len(self.rows), longest, new)
         self._check_lengths()
         for row in self.rows if streamed or request.stop else ():
             row.watch(request.stop)
@@ -377,14 +422,14 @@ class Run:
         self.selected = self.found = self.fetched_bytes = 0
 
     def finish(self) -> Generation | list[Generation]:
-        """Run to the end: one result for one prompt, a list for a list."""
+        """Run to the end. Returns one result, or a list for a list of prompts."""
         for _ in self.chunks(decoding.CHUNK):
             pass
         generations = self.generations()
         return generations[0] if self.single else generations
 
     def chunks(self, size: int) -> Iterator[None]:
-        """Sample tokens for all rows; yields after every look at the host."""
+        """Sample tokens for all sequences. Yields after every check on the host."""
         if self.request.stop:
             size = min(size, STREAM_STEPS)
         for group in self.groups():
@@ -417,7 +462,7 @@ class Run:
         return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
 
     def _check_budgets(self) -> None:
-        """Raise `PolicyError` for all rows that the policy cannot serve."""
+        """Raise `PolicyError` for all prompts that the policy does not support."""
         errors: list[str | None] = []
         for row in self.rows:
             try:
@@ -444,46 +489,30 @@ class Run:
                 + (
                     ""
                     if longest > window
-                    else "; policies such as treekv reassign positions within the cache and can go on"
+                    else "; policies such as treekv reassign positions within the cache and can continue"
                 ),
                 stacklevel=4,
             )
 
-    def _automatic_block(self) -> int | None:
-        """Tokens of a block where whole prompts would not fit and the policy can read in blocks; None for whole prompts."""
-        limit = device_bytes()
-        longest = max(len(row.prompt) for row in self.rows)
-        if limit is None or longest <= BLOCK:
-            return None
-        weights = bytes_per_device(self.params)
-        new = max(map(self._new_tokens, self.rows))
-        rows = -(-len(self.rows) // self.shard.data)
-        held = Full().nbytes(self.params.config, rows, longest, new, self.params.dtype)
-        if weights + held // (self.shard.heads * self.shard.slots) <= limit:
-            return None
-        specs = layer_specs(self.params.config, 1, longest, new, self.params.dtype, block=BLOCK)
-        readable = all(self.policy.layer(spec).traits.reading == "blocks" for spec in specs)
-        return BLOCK if readable else None
-
     def _new_tokens(self, row: Row) -> int:
-        """Tokens that may come after what is read as a prompt."""
+        """Maximum number of tokens after prefill."""
         return len(row.read_next) + self.request.max_new_tokens - row.again
 
     def _total(self, row: Row) -> int:
         return len(row.read_first) + self._new_tokens(row)
 
     def groups(self) -> list[list[int]]:
-        """Rows that can run in one batch: those that begin with the same rotation (only LongRoPE has two)."""
+        """Group sequences that start with the same rotation and can share a batch. Only LongRoPE has two rotations."""
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
             groups.setdefault(self.params.config.rope.resolve(self._given(row)), []).append(i)
         return list(groups.values())
 
     def most_tokens(self, row: Row) -> int:
-        """How many tokens a row can have sampled before it needs another rotation, or is done.
+        """Maximum number of sampled tokens before a sequence ends or needs another rotation.
 
-        With LongRoPE a sequence that comes to be longer than the original window is read again, with the other rotation: what it
-        samples then depends neither on how much it was asked for nor on its neighbours. Hugging Face transformers does so, too.
+        With LongRoPE, a sequence that outgrows the original window is prefilled again with the other rotation. Its
+        samples then depend neither on `max_new_tokens` nor on other sequences. Hugging Face transformers does the same.
         """
         most, window = self.request.max_new_tokens, self.params.config.rope.changes_after
         if window is None or row.again or self._given(row) > window:
@@ -495,7 +524,7 @@ class Run:
         return len(row.read_first) + len(row.read_next)
 
     def engine_for(self, rows: Sequence[Row]) -> Engine:
-        """What runs a group of rows, and others that idle where a mesh deals more."""
+        """Engine for a group of sequences. The batch is rounded up to what the mesh shards evenly."""
         given = max(map(self._given, rows))
         return Engine(
             self.params,
@@ -520,7 +549,7 @@ class Run:
         return row.stop_reason is None and len(row.tokens) < self.request.max_new_tokens
 
     def _chunks_until_done(self, group: list[int], size: int) -> Iterator[None]:
-        """Sample for rows until each is done, or has as many tokens as it may have with this rotation."""
+        """Sample until each sequence is done, or has all tokens that this rotation allows."""
         rows = [self.rows[i] for i in group]
         engine = self.engine_for(rows)
         idle = engine.batch - len(rows)
@@ -530,7 +559,7 @@ class Run:
         how = (
             self.request.sampler,
             self.request.eos,
-        )  # rows end at `stop_ids` on the host, so that no other program is compiled
+        )  # `stop_ids` end sequences on the host, so that they need no other program
         rest, new = [row.read_next for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
             state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
@@ -542,7 +571,7 @@ class Run:
         if given is None:
             self._collect(rows, tokens[:, None], on_host(first)[:, None], [1] * len(rows))
 
-        steps, before = 0, [len(tokens) - 1 for tokens in rest]  # a row's first sample comes after so many steps
+        steps, before = 0, [len(tokens) - 1 for tokens in rest]  # steps before the first sample of each row
         while (sampled := steps - max(before)) < most and any(row.stop_reason is None for row in rows):
             yield
             if self.request.stop or any(row.stop_reason is not None for row in rows):
@@ -573,7 +602,7 @@ class Run:
 
     @contextlib.contextmanager
     def _timed(self, engine: Engine, what: str) -> Iterator[None]:
-        """Add the time within to `what`, and of it what compiling took to `compile_seconds`."""
+        """Add the run time of the `with` block to `what`, and its compile time to `compile_seconds`."""
         start, before = time.perf_counter(), engine.compile_seconds
         yield
         compiling = engine.compile_seconds - before
@@ -581,7 +610,7 @@ class Run:
         setattr(self, what, getattr(self, what) + time.perf_counter() - start - compiling)
 
     def _collect(self, rows: list[Row], tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> None:
-        """Take each row's next `counts` samples, as far as it was asked for them."""
+        """Append the next `counts` samples to each sequence, up to its maximum."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
             count = min(count, self.most_tokens(row) - len(row.tokens))
             row.extend(row_tokens[:count], row_logprobs[:count], self.request)

@@ -1,4 +1,4 @@
-"""Text while it is being written, and the stop strings in it."""
+"""Decodes text while its tokens are generated, and finds stop strings."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,17 @@ from kvjax.conversion.tokenizer import Tokenizer
 
 
 class GrowingText:
-    """The text of new tokens while they come, up to the first stop string.
+    """Text of new tokens as they are generated, up to the first stop string.
 
-    A token costs what decoding a few does, and a search in the last characters: neither grows with the prompt or the text.
+    The cost per token is that of decoding a few tokens and searching a few characters. It does not grow with the text.
 
     Args:
-        given: tokens before the first new one.
-        stop: strings that end the text; they are no part of it.
+        tokenizer: the model's tokenizer.
+        given: tokens before the first new token.
+        stop: strings that end the text, and are not part of it.
 
     Attributes:
-        stopped: whether one of them has appeared.
+        stopped: whether a stop string has appeared.
     """
 
     def __init__(self, tokenizer: Tokenizer, given: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -23,14 +24,14 @@ class GrowingText:
         self._stop = stop
         self._pieces: list[str] = []
         self._taken = 0
-        self._held = ""  # certain text that may begin a stop string
+        self._held = ""  # complete characters that may begin a stop string
         self.stopped = False
 
     def push(self, token: int) -> None:
-        """Take one token."""
+        """Add one token."""
         text = self._held + self._decoder.push(token)
         if self._stop:
-            # A stop string that was not there before reaches beyond what was certain, so it begins in what was held.
+            # A new stop string ends in new text, so it begins in the withheld text.
             whole = text + self._decoder.pending()
             found = [at for at in map(whole.find, self._stop) if at >= 0]
             if found:
@@ -42,19 +43,19 @@ class GrowingText:
         self._held = text[certain:]
 
     def take(self) -> str:
-        """The text that has become certain since the last call: no character in pieces, and nothing that may begin a stop string."""
+        """Text that has become certain since the last call: complete characters that cannot begin a stop string."""
         pieces, self._taken = self._pieces[self._taken :], len(self._pieces)
         return "".join(pieces)
 
     def rest(self) -> str:
-        """What `take` holds back: part of the text, if no token follows."""
+        """Text that `take` has withheld. It is part of the result if no token follows."""
         return "" if self.stopped else self._held + self._decoder.pending()
 
     def whole(self) -> str:
-        """All of the text, if no token follows."""
+        """The whole text, if no token follows."""
         return "".join(self._pieces) + self.rest()
 
 
 def _begun(text: str, string: str) -> int:
-    """Characters at the end of a text which a string begins with; fewer than all of the string."""
+    """Length of the longest end of `text` with which `string` begins, less than all of it."""
     return next((size for size in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:size])), 0)

@@ -1,4 +1,4 @@
-"""What a policy keeps, read from the states of a real run."""
+"""Which tokens a policy keeps, recorded in a real run."""
 
 from collections.abc import Sequence
 
@@ -16,24 +16,27 @@ from kvjax.runtime.prompts import token_ids
 def retained_positions(
     params: Params, prompt: str | Sequence[int], policy: Policy, max_new_tokens: int = 64
 ) -> Float[np.ndarray, "S P"]:
-    """Which positions of a sequence the cache holds, step by step, in a greedy run past any end token.
+    """Positions in the cache at each step of greedy decoding, which ignores end tokens.
 
     Args:
+        params: the model.
         prompt: text or token ids, T tokens.
-        policy: whose choice to look at.
-        max_new_tokens: M, tokens to sample; the last one sampled is not read, hence not in the cache.
+        policy: the policy to inspect.
+        max_new_tokens: number of tokens to sample, M. The last one is not in the cache, as it is sampled but not
+            processed.
 
     Returns:
-        Share of all KV heads of all layers that hold position p after s new tokens have been read: S = M rows, the first of
-        them the compressed prompt, and P = T + M - 1 columns. A merged slot counts at its newest token's position.
+        [M, T + M - 1]: the fraction of all KV heads of all layers that keep position p after s new tokens. Row 0 is the
+            compressed prompt. A merged slot counts at the position of its latest token.
 
     Raises:
-        ValueError: the prompt is empty, or text for a model without tokenizer, or `max_new_tokens` is less than 1.
-        PolicyError: the policy cannot work with a sequence of this length.
+        ValueError: the prompt is empty, there are several prompts, the prompt is text and the model has no tokenizer,
+            or `max_new_tokens` is less than 1.
+        PolicyError: the policy does not support a sequence of this length.
     """
     (ids, *others), single = token_ids(params, prompt)
     if not single:
-        raise ValueError(f"one prompt can be looked at, {1 + len(others)} were given")
+        raise ValueError(f"give one prompt; {1 + len(others)} were given")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
     positions = len(ids) + max_new_tokens - 1

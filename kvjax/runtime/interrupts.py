@@ -1,4 +1,4 @@
-"""Ctrl-C at a time that suits."""
+"""Delays Ctrl-C over short critical sections."""
 
 import contextlib
 import signal
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C takes effect at the block's end: for a few steps that belong together. A second one does not wait.
+    """Delay Ctrl-C to the end of the `with` block. A second Ctrl-C takes effect at once.
 
-    In other threads than the main one, which Python never interrupts, nothing is changed.
+    Python interrupts only the main thread, so the block changes nothing in other threads.
     """
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):

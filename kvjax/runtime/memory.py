@@ -1,4 +1,4 @@
-"""How much memory a model and its cache take, and how large a cache fits: arithmetic on shapes, nothing is allocated."""
+"""Memory of a model and its cache, and the largest cache that fits. Computed from shapes, without allocation."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache import Shard, layer_specs
-from kvjax.models import ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.base import held_bytes
 
@@ -20,10 +20,10 @@ _UNITS = {"": 1} | {k: 1000**i for k, i in _POWERS.items()} | {f"{k}I": 1024**i 
 
 
 def parse_bytes(text: str) -> int:
-    """A memory size in bytes: "8GB" or "8G", "512 MiB", "1e9".
+    """Parse a memory size such as "8GB", "8G", "512 MiB" or "1e9" to bytes.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: the text is not a memory size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = match[2].upper().removesuffix("B") if match else None
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
 
 
 def device_bytes() -> int | None:
-    """Memory that programs may have on the device; None where it does not tell, such as on a CPU, or to processes that must agree."""
+    """Memory of the device in bytes. None if unknown, as on CPU, or with several processes, which have to agree."""
     if jax.process_count() > 1:
         return None
     stats = jax.local_devices()[0].memory_stats()
@@ -41,7 +41,7 @@ def device_bytes() -> int | None:
 
 
 def memory_limit(shard: Shard) -> int | None:
-    """Memory that can be had at all on each device that a model runs on, its host's for a CPU; None where it is not known."""
+    """Total memory in bytes of each device that the model runs on; for a CPU, that of the host. None if unknown."""
     device = jax.local_devices()[0] if shard.mesh is None else None
     if isinstance(shard.mesh, Mesh):
         device = shard.mesh.local_devices[0]
@@ -57,7 +57,7 @@ def memory_limit(shard: Shard) -> int | None:
 
 
 def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any = jnp.bfloat16) -> int:
-    """Bytes on the device of the cache of one sequence that is read token by token, of just so many tokens, not rounded up."""
+    """Device bytes of the cache of one sequence of exactly `tokens` tokens, processed token by token."""
     first, *_ = layer_specs(config, 1, 0, 1, dtype, total=tokens)
     specs = (dataclasses.replace(first, layer=i, window=w, new_tokens=tokens) for i, w in enumerate(config.windows))
     bound = policy.bind(config)
@@ -65,13 +65,15 @@ def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any 
 
 
 def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any = jnp.bfloat16) -> int:
-    """The most slots per head that the cache of one sequence can have within `memory` bytes; 0 if too few fit.
+    """Maximum number of slots per head with which one sequence's cache fits into `memory` bytes; 0 if none fits.
 
-    Of a policy with a `budget` this is the largest budget, whatever the length of the sequence; of one without, the
-    longest sequence. It is a multiple of 32, or of 128 above 2048, as capacities are.
+    For a policy with a `budget` this is the largest budget, whatever the sequence length. For other policies it is the
+    longest sequence. The result is a multiple of 32, or of 128 above 2048, as capacities are.
 
     Args:
-        policy: its budget, if it has one, is ignored.
+        policy: the policy. Its own budget is ignored.
+        config: the model's configuration.
+        memory: available memory in bytes.
         dtype: type of keys and values.
     """
     has_budget = any(field.name == "budget" for field in dataclasses.fields(policy))
@@ -79,18 +81,18 @@ def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any =
     def nbytes(slots: int) -> int:
         try:
             return sequence_bytes(get_policy(policy, budget=slots) if has_budget else policy, config, slots, dtype)
-        except PolicyError:  # fewer slots than the policy can work with
+        except PolicyError:  # fewer slots than the policy supports
             return 0
 
-    # A power of two times what fits if keys and values were all that a slot holds: near enough for a short search.
+    # Start from what fits if slots hold only keys and values, times a power of two.
     high = memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1
     while (above := nbytes(high)) <= memory:
         high *= 2
     step = 128 if high > 2048 else 32
     low, below, high, tries = 0, 0, -(-high // step), 0
     while high - low > 1:
-        # Bytes grow almost evenly with slots, and each look at them traces every layer: so the crossing is guessed from both
-        # ends, and every third time the middle is taken, for caches that grow otherwise.
+        # Bytes grow almost linearly, and each evaluation traces every layer. So interpolate between both ends, and
+        # bisect every third time in case growth is not linear.
         tries += 1
         guess = low + (memory - below) * (high - low) // (above - below) if tries % 3 else (low + high) // 2
         middle = min(max(guess, low + 1), high - 1)

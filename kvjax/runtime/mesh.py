@@ -1,7 +1,6 @@
-"""Programs over a mesh of devices: how one is run on all of them at once, and how its arrays are dealt.
+"""Runs programs over a mesh of devices, and shards their arrays.
 
-Each device runs the whole program on its part (`jax.shard_map`), loops
-included; XLA's partitioner decides nothing.
+Each device runs the whole program, loops included, on its part (`jax.shard_map`). XLA's partitioner decides nothing.
 """
 
 import dataclasses
@@ -16,37 +15,39 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache import RUN, LayerSpec, Shard, by_device, host_memory, in_order, slots_of_leaves
+from kvjax.cache import RUN, LayerSpec, Shard, global_order, host_memory, shard_order, slots_of_leaves
 from kvjax.cache.shard import COPIES, DATA, HEADS, ONE_DEVICE, SLOTS
-from kvjax.models import ModelConfig, Params
+from kvjax.config import ModelConfig
+from kvjax.models import Params
 from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError
-from kvjax.policies.dealt import dealt
+from kvjax.policies.sharded import sharded
 from kvjax.policies.unbound import check_no_host_cache
 
 ALL, ROWS, OWN = PartitionSpec(), PartitionSpec(DATA), PartitionSpec((DATA, HEADS, COPIES, SLOTS))
-"""On every device; dealt by rows; one after the other along the first axis, whatever each device has of its own."""
+"""Partitions: replicated; sharded by rows; and a part per device, concatenated along the first axis."""
 
 
 def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, policy: Policy) -> Shard:
-    """How the devices of a mesh share a model with this bound policy's cache.
+    """How the devices of a mesh share a model with a bound policy's cache.
 
     Raises:
         ValueError: as `kvjax.models.sharding.get_shard`.
-        PolicyError: the policy keeps a cache in the host's memory.
+        PolicyError: the policy keeps a cache in host memory.
     """
     if mesh is not None:
         check_no_host_cache(policy)
-    return get_shard(mesh, config, joint_heads=policy.info.joint_heads)
+    return get_shard(mesh, config, heads_coupled=policy.info.heads_coupled)
 
 
 def on_mesh(params: Params, mesh: Mesh | str | None, policy: Policy | None = None) -> tuple[Params, Mesh | None]:
-    """Weights where programs over a mesh want them, for many calls that would each deal them, and that mesh.
+    """Place weights on a mesh once, for many calls that would otherwise each shard them. Returns weights and mesh.
 
     Args:
-        mesh: None is the one that the weights lie on, if they do.
-        policy: whose cache the calls are with; None for what reads without one.
+        params: the weights.
+        mesh: the mesh; None uses the mesh that the weights are on, if any.
+        policy: policy of the calls; None for calls without a cache.
 
     Raises:
         ValueError: as `kvjax.models.sharding.get_shard`.
@@ -61,48 +62,52 @@ def on_mesh(params: Params, mesh: Mesh | str | None, policy: Policy | None = Non
 
 
 def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, ...]:
-    """How the caches are dealt: which axis of every array grows with rows and which with KV heads is found by making both more.
+    """Partitions of the caches. The axes of rows and KV heads are found by doubling both.
 
-    An axis that is shorter where slots are dealt is theirs.
+    An axis that shrinks when slots are sharded is the slot axis.
     """
     return tuple(_layer_partitions(policy, spec) for spec in specs)
 
 
 def dealt_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
-    """How many caches have their slots on several devices: one per layer at most, or per group of heads."""
+    """Number of caches with sharded slots: at most one per layer, or per group of heads."""
     found = 0
     for spec, partitions in zip(specs, state_partitions(policy, specs), strict=True):
         leaves = jax.tree.leaves(partitions, is_leaf=_is_partition)
-        own = jax.eval_shape(dealt(policy.layer(spec)).init)
-        caches = [getattr(x, "dealt", 1) > 1 for x in jax.tree.leaves(own, is_leaf=lambda x: hasattr(x, "dealt"))]
+        own = jax.eval_shape(sharded(policy.layer(spec)).init)
+        caches = [
+            getattr(x, "slot_shards", 1) > 1 for x in jax.tree.leaves(own, is_leaf=lambda x: hasattr(x, "slot_shards"))
+        ]
         others = sum(SLOTS in each and not n for each, n in zip(leaves, slots_of_leaves(own), strict=True))
-        found += sum(caches) - (-others // 2)  # of a sparse layer's store keys and values, or values alone
+        found += sum(caches) - (-others // 2)  # a sparse layer's store has keys and values, or only values
     return found
 
 
 def repeated_bytes(policy: Policy, specs: Sequence[LayerSpec]) -> int:
-    """Bytes of each device's part of the caches that devices which share slots all have; none where no slots are shared."""
+    """Bytes of each device's caches that are replicated on all devices that share slots; 0 if no slots are shared."""
     if not specs or specs[0].shard.slots == 1:
         return 0
     total = 0
     for spec in specs:
         partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
-        own = jax.tree.leaves(jax.eval_shape(dealt(policy.layer(spec)).init))
+        own = jax.tree.leaves(jax.eval_shape(sharded(policy.layer(spec)).init))
         total += sum(x.size * x.dtype.itemsize for x, each in zip(own, partitions, strict=True) if SLOTS not in each)
     return total
 
 
 def over_mesh(function: Callable[..., Any], shard: Shard, inputs: Any, outputs: Any) -> Callable[..., Any]:
-    """The function on all devices at once, each with its part; `inputs` and `outputs` tell how arrays are dealt."""
+    """Run a function on all devices, each with its part. `inputs` and `outputs` are partitions."""
     return jax.shard_map(function, mesh=shard.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) -> Any:
-    """Arrays where a mesh wants them; what is there already is not copied.
+    """Place arrays on a mesh. Arrays that are already in place are not copied.
 
     Args:
-        partitions: a tree that the arrays' tree begins with.
-        shapes: give shapes with these places, and leave arrays where they are.
+        shard: the devices.
+        partitions: a prefix of the arrays' tree.
+        arrays: the arrays.
+        shapes: return shapes with these shardings instead, and leave the arrays where they are.
     """
 
     def at(partition: PartitionSpec, tree: Any) -> Any:
@@ -115,28 +120,28 @@ def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) 
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """An array where a mesh wants it; one that is there already is not copied."""
+    """Place one array. If it is already in place, it is not copied."""
     there = getattr(x, "sharding", None)
     if there is not None and there.is_equivalent_to(sharding, x.ndim):
         return x
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    whole = np.asarray(x)  # which every process has, and gives its devices their part of
+    whole = np.asarray(x)  # every process has the whole array, and gives its devices their parts
     return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
 
 
 def on_host(x: Any) -> np.ndarray:
-    """The numbers of an array; where processes have parts of it, all of them in each."""
+    """Copy an array to the host. If processes hold parts of it, each gets the whole."""
     whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def saved(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
-    """Caches on the host, as one device has them, whatever devices they were on."""
+    """Copy caches to the host, in the order that a single device has."""
 
     def ordered(partition: PartitionSpec, whole: Any, place: Any, x: Any) -> np.ndarray:
         x = on_host(x)
-        return in_order(x, spec.shard.slots, whole.shape[place["axis"]], **place) if SLOTS in partition else x
+        return global_order(x, spec.shard.slots, whole.shape[place["axis"]], **place) if SLOTS in partition else x
 
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
@@ -148,14 +153,14 @@ def saved(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> 
 
 
 def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
-    """What `saved` gave, in the order in which these devices have it.
+    """Reorder saved caches for these devices.
 
     Raises:
-        ValueError: it is of other sizes, or of another policy.
+        ValueError: the caches have other sizes, or are of another policy.
     """
     if len(caches) != len(specs):
         raise ValueError(
-            f"this state is of a model of {len(caches)} layers; give it to an engine of such a one, not of {len(specs)}"
+            f"this state is of a model of {len(caches)} layers; give it to an engine with as many, not {len(specs)}"
         )
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
@@ -165,14 +170,14 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
         if have != want:
             other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
             raise ValueError(
-                f"layer {spec.layer} of this state has {other}, and by {policy.info.name} at this engine's sizes {own}; give an engine of the "
+                f"layer {spec.layer} of this state has {other}, but {policy.info.name} at this engine's sizes has {own}; give an engine of the "
                 "policy, budget and sizes of the one that saved it"
             )
 
         def put(partition: PartitionSpec, aval: Any, place: Any, x: Any, devices: int = spec.shard.slots) -> Any:
             if aval.memory_space == jax.memory.Space.Host:
                 return host_memory.to_host(x)
-            return by_device(x, devices, **place) if SLOTS in partition else x
+            return shard_order(x, devices, **place) if SLOTS in partition else x
 
         each = jax.tree.leaves(partitions, is_leaf=_is_partition)
         leaves = map(put, each, traced.out_avals, _slot_places(policy, spec), jax.tree.leaves(cache))
@@ -181,7 +186,7 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
 
 
 def arrays_of(tree: Any) -> set[str]:
-    """The arrays of a tree, each by name, type and shape; what is no array by its type."""
+    """Describe the arrays of a tree by name, type and shape. Leaves that are not arrays have a type only."""
 
     def told(x: Any) -> str:
         is_array = hasattr(x, "shape") and hasattr(x, "dtype")
@@ -191,12 +196,12 @@ def arrays_of(tree: Any) -> set[str]:
 
 
 def first_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
-    """The first row of what `saved` gave."""
+    """First row of saved caches."""
     return _each_row(policy, specs, caches, lambda x, axis: np.take(x, [0], axis))
 
 
 def repeated_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> tuple[Any, ...]:
-    """What `first_row` gave, in as many rows as the specs have on all devices."""
+    """Repeat the caches of `first_row` for all rows of the specs on all devices."""
     rows = specs[0].whole.batch
     return _each_row(policy, specs, caches, lambda x, axis: np.repeat(x, rows, axis))
 
@@ -215,8 +220,8 @@ def _each_row(
 
 @lru_cache(maxsize=1024)
 def _slot_places(policy: Policy, spec: LayerSpec) -> list[dict[str, int]]:
-    """Of each array of a layer that is dealt by slots, along which axis it is, and how many entries a run of slots has there."""
-    own = jax.eval_shape(dealt(policy.layer(spec)).init)
+    """For each array with sharded slots: its slot axis, and its number of entries per run of slots."""
+    own = jax.eval_shape(sharded(policy.layer(spec)).init)
     partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
     axes = [partition.index(SLOTS) if SLOTS in partition else 0 for partition in partitions]
     sizes = zip(axes, slots_of_leaves(own), jax.tree.leaves(own), strict=True)
@@ -232,7 +237,7 @@ def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
     alone = dataclasses.replace(spec, shard=ONE_DEVICE)
     of_rows = dataclasses.replace(alone, batch=2 * spec.batch)
     of_heads = dataclasses.replace(alone, num_heads=2 * spec.num_heads, num_kv_heads=2 * spec.num_kv_heads)
-    own = jax.eval_shape(dealt(policy.layer(spec)).init)
+    own = jax.eval_shape(sharded(policy.layer(spec)).init)
     one, rows, heads = (
         jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(jax.eval_shape(policy.layer(each).init)))
         for each in (alone, of_rows, of_heads if spec.shard.heads > 1 else alone)
@@ -246,8 +251,8 @@ def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
         every = list(itertools.chain(*names))
         if max(map(len, names), default=0) > 1 or len(every) != len(set(every)):
             raise PolicyError(
-                f"{policy.info.name}: an array of its cache, {list(one.shape)}, does not have an axis of rows and at most one of KV "
-                "heads, so that it cannot be dealt to devices"
+                f"{policy.info.name}: an array of its cache, {list(one.shape)}, needs one axis of rows and at most one of KV "
+                "heads to be sharded"
             )
         return PartitionSpec(*(each[0] if each else None for each in names))
 

@@ -1,4 +1,4 @@
-"""What a decoding state was made by: an engine refuses the state of another model, policy or size."""
+"""Identifies which model, policy and sizes a decoding state belongs to, so that engines can refuse others."""
 
 import dataclasses
 import hashlib
@@ -7,25 +7,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.arguments import short
+from kvjax._util.arguments import short
 from kvjax.cache import LayerSpec, Shard
-from kvjax.models import ModelConfig, Params
+from kvjax.config import ModelConfig
+from kvjax.models import Params
 from kvjax.policies import Policy
 
 SAMPLED = 8
-"""Numbers of the embedding's first row that are in a sample of a model's weights."""
+"""Numbers of the embedding's first row in a sample of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What makes a state what it is.
+    """Origin of a decoding state.
 
     Attributes:
-        policy: bound to the model.
-        specs: what is static about each layer's cache, as one device has all of it, whatever blocks prompts are read in.
-        config: the model's shape.
-        shard: how devices share the state; None for one that is saved.
-        weights: a hash of a few of the model's weights, see `sample_of`.
+        policy: the policy, bound to the model.
+        specs: static description of each layer's cache, unsharded and without the size of prefill blocks.
+        config: the model's configuration.
+        shard: how devices share the state; None for a saved state.
+        weights: hash of a few of the model's weights, see `sample_of`.
     """
 
     policy: Policy
@@ -35,12 +36,12 @@ class Origin:
     weights: str | None
 
     def __repr__(self) -> str:
-        """In a few words: it is part of what JAX shows of a state's structure."""
+        """Short, as JAX prints it with the structure of a state."""
         return f"Origin({self.config.family}, {short(str(self.policy))})"
 
 
 def check_same_origin(given: Origin, own: Origin) -> None:
-    """Raise `ValueError` unless a state that was made so can go on in an engine whose states are made so."""
+    """Raise `ValueError` unless a state with origin `given` can continue in an engine with origin `own`."""
     if given == own:
         return
     unknown = given.weights is None or own.weights is None
@@ -55,7 +56,7 @@ def check_same_origin(given: Origin, own: Origin) -> None:
             f"for prompts of {other[0].prompt_len} and {other[0].new_tokens} new tokens, not {other[1].prompt_len} and {other[1].new_tokens}",
         ),
         (other[0].dtype != other[1].dtype, f"in {other[0].dtype.name}, not {other[1].dtype.name}"),
-        (given.shard != own.shard, "of other devices, which `save` and `resume` bring it from"),
+        (given.shard != own.shard, "of other devices, which need `save` and `resume`"),
     ]
     told = [text for differs, text in differences if differs]
     if not told and (given.specs == own.specs):
@@ -67,9 +68,9 @@ def check_same_origin(given: Origin, own: Origin) -> None:
 
 
 def sample_of(weights: Params) -> str | None:
-    """A hash of the last norm and the beginning of the embedding, which differs between models of one shape.
+    """Hash of the last norm and the start of the embedding, which differs between models of the same shape.
 
-    None for shapes, and where another process has these weights.
+    None for shapes, and if another process holds these weights.
     """
     digest = hashlib.sha256()
     for leaf in (weights.norm, jax.tree.leaves(weights.embed)[0]):
@@ -81,7 +82,7 @@ def sample_of(weights: Params) -> str | None:
 
 
 def _beginning(x: Any) -> np.ndarray | None:
-    """The first numbers of an array's first row, if this process has them."""
+    """First numbers of an array's first row, if this process holds them."""
     if isinstance(x, np.ndarray):
         return x.reshape(-1, x.shape[-1])[0, :SAMPLED]
     if not isinstance(x, jax.Array):
@@ -89,7 +90,7 @@ def _beginning(x: Any) -> np.ndarray | None:
     for shard in x.addressable_shards:
         if not any(index.start for index in shard.index):
             data = shard.data
-            if next(iter(data.devices())).platform != "cpu":  # only a CPU's memory is looked at without a copy
+            if next(iter(data.devices())).platform != "cpu":  # only memory of a CPU is read without a copy
                 data = data[(*(slice(1),) * (data.ndim - 1), slice(SAMPLED))]
             found = np.asarray(data)
             return found.reshape(-1, found.shape[-1])[0, :SAMPLED]

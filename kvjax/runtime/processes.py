@@ -1,4 +1,4 @@
-"""Several processes that share a mesh, as by `jax.distributed`: all do the same, and the first reads and writes files for all."""
+"""Coordinates processes that share a mesh (`jax.distributed`): all run the same calls, and the first reads and writes files."""
 
 import contextlib
 import hashlib
@@ -13,23 +13,24 @@ from jax.sharding import Mesh
 
 
 def several(mesh: Mesh | None) -> bool:
-    """Whether the devices are those of more than one process."""
+    """Whether the mesh has devices of more than one process."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def is_first(mesh: Mesh | None) -> bool:
-    """Whether this process is the one that writes: the first of those that share a mesh, or one by itself."""
+    """Whether this process writes files: the first process of the mesh, or a single process."""
     return not several(mesh) or jax.process_index() == 0
 
 
 def from_first(mesh: Mesh | None, find: Callable[[], Any]) -> Any:
-    """What `find` gives in the first of the processes that share a mesh, in each of them: files need to be there alone.
+    """Call `find` in the first process of the mesh, and return its result in all. Files are then needed only there.
 
     Args:
-        find: returns what JSON takes. Of one process, its result is given back as it is.
+        mesh: the mesh.
+        find: returns a JSON-serialisable value. With one process, any value is returned unchanged.
 
     Raises:
-        ValueError: so does `find`, in each process; or it raises an `OSError`, which stays one in the first.
+        ValueError: `find` raised a ValueError or OSError. In the first process, the original error is raised.
     """
     if not several(mesh):
         return find()
@@ -50,11 +51,11 @@ def from_first(mesh: Mesh | None, find: Callable[[], Any]) -> Any:
 
 
 def broadcast(mesh: Mesh | None, arrays: Any) -> Any:
-    """Arrays of NumPy, or a tree of them, as the first of the processes that share a mesh has them; the others give such of equal shapes."""
+    """Return the first process's NumPy arrays (or tree of arrays) in all processes. The others pass arrays of the same shapes."""
     if not several(mesh):
         return arrays
     leaves, tree = jax.tree.flatten(arrays)
-    # As bytes, which all types are and JAX changes none of.
+    # As bytes, since JAX may change other types.
     told = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves]
     with lost_processes(mesh):
         told = multihost_utils.broadcast_one_to_all(told)
@@ -64,7 +65,7 @@ def broadcast(mesh: Mesh | None, arrays: Any) -> Any:
 
 
 def check_same(mesh: Mesh | None, tokens: Sequence[Sequence[int]], *options: Any) -> None:
-    """Raise `ValueError` unless all processes of a mesh were given the same; one process knows that it was."""
+    """Raise `ValueError` unless all processes of a mesh were given the same tokens and options."""
     if not several(mesh):
         return
     told = repr(([list(map(int, row)) for row in tokens], jax.tree.map(str, options)))
@@ -79,12 +80,12 @@ def check_same(mesh: Mesh | None, tokens: Sequence[Sequence[int]], *options: Any
 
 @contextlib.contextmanager
 def lost_processes(mesh: Mesh | None) -> Iterator[None]:
-    """Say what it most likely means where devices of several processes fail to reach each other."""
+    """Explain the error if devices of several processes cannot reach each other."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not several(mesh) or "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise ConnectionError(
-            f"another process of the mesh has most likely ended, look at what it printed; start all of them anew ({error})"
+            f"another process of the mesh has most likely ended, look at what it printed; restart all of them ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Compiled programs that know what they cost: `jax.jit` with compilation apart from execution."""
+"""`Program`: like `jax.jit`, but with compilation separate from execution, so that both can be measured."""
 
 import functools
 import logging
@@ -13,52 +13,52 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.any_rank import any_rank
+from kvjax._util.any_rank import any_rank
 from kvjax.cache import Shard
 from kvjax.pallas_kernels.device import target
-from kvjax.runtime.compilation_cache import keep_unless_refused
+from kvjax.runtime.disk_cache import keep_unless_refused
 from kvjax.runtime.mesh import over_mesh, placed, put
 
 log = logging.getLogger(__name__)
 
 Partition = tuple[Shard, tuple[Any, ...], Any]
-"""Devices, and how arguments and results are dealt to them."""
+"""Devices, and the partitions of arguments and results."""
 
 CUDA_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
 }
-"""XLA options by which an NVIDIA GPU runs a loop on its own, as one CUDA graph: a step does not come back to the host."""
+"""XLA options with which an NVIDIA GPU runs a loop as one CUDA graph, without returning to the host after each step."""
 
 MESH_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": f"{CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES",
     "xla_gpu_experimental_use_collective_kernels": "",
 }
-"""The same for a loop over several GPUs of one process: sums over devices are a part of it, and NCCL's, which on two H200s were faster there
-than kernels of XLA's own. See `kvjax.models.sharding.get_mesh`.
+"""The same for several GPUs of one process. Collectives become part of the graph, and use NCCL, which was faster there than XLA's own kernels (two H200). See `kvjax.models.sharding.get_mesh`.
 """
 
 CONCURRENT_GRAPH_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""XLA options by which kernels of such a graph that do not depend on each other run side by side: what a layer does to its cache
-after attention hides behind the next matrices. They do not share their room, however: operations that need much have to follow one another.
+"""XLA options that run independent kernels of a CUDA graph concurrently. Cache updates of a layer then overlap with the next matmuls. Concurrent kernels do not share temporary memory, so operations that need much of it have to be ordered.
 
-Both together take 1.9 % off a step of 8 layers of Llama-3.1-8B's shape on an H200 (16384 tokens) with ChunkKV, 4 % with TreeKV, which
-evicts in every layer and step, and 6 % with CateKV, whose two kinds of heads attend at the same time.
+Graph and concurrency together shorten a decode step by 1.9 % with ChunkKV, 4 % with TreeKV and 6 % with CateKV (8
+layers of Llama-3.1-8B's shape, 16384 tokens, H200). TreeKV evicts in every layer and step. CateKV's two kinds of heads
+attend at the same time.
 """
 
 
 class Program:
-    """A function compiled once for each combination of static arguments and argument shapes.
+    """A function that is compiled once per combination of static arguments and argument shapes.
 
-    `jax.jit` compiles inside the first call, so that its time cannot be told from the run's, nor the executable be asked
-    how much memory it takes. Here every executable is compiled ahead of time and kept, on disk, too (see `compilation_cache`).
+    `jax.jit` compiles inside the first call. Its compile time cannot be separated from the run time, and its executable
+    cannot be asked for its memory. A `Program` compiles ahead of time and caches executables, also on disk (see
+    `compilation_cache`).
 
     Args:
         function: called as `function(*static, *arrays)`.
-        static: how many leading arguments are static (hashable, part of the program).
-        donate: indices, among all arguments, of arrays whose buffers the program may reuse for its results.
-        gpu_options: called with the static arguments, the XLA options for a GPU. `XLA_FLAGS` that name one have the last word.
-        partition: called with all arguments, how the arrays among them and the results are dealt to a mesh's devices; None for one device.
-        canonical: called with the static arguments, what of them matters to this program: it is compiled once for all that are alike in that.
+        static: number of leading arguments that are static (hashable, part of the program).
+        donate: indices, among all arguments, of arrays whose memory the program may reuse.
+        gpu_options: maps static arguments to XLA options for GPUs. Options in `XLA_FLAGS` take precedence.
+        partition: maps all arguments to the partitions of arrays and results over a mesh; returns None for one device.
+        canonical: maps static arguments to a cache key: calls with equal keys share one executable.
     """
 
     def __init__(
@@ -77,33 +77,32 @@ class Program:
         self._partition = partition
         self._canonical = canonical
         self._compiled: dict[Hashable, tuple[Any, list[Any] | None]] = {}
-        self._dealt: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
+        self._sharded: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
         self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
         self.compile_seconds = 0.0
 
     @property
     def executables(self) -> list[Any]:
-        """All executables so far, in the order they were compiled."""
-        return [executable for executable, _ in list(self._compiled.values())]  # others may be compiled meanwhile
+        """All executables so far, in the order of compilation."""
+        return [executable for executable, _ in list(self._compiled.values())]  # copied, as other threads may compile
 
     def compiled(self, *args: Any) -> Any:
-        """The executable for these arguments (arrays or `jax.ShapeDtypeStruct`), compiled if there is none yet.
+        """The executable for these arguments (arrays or `jax.ShapeDtypeStruct`), compiled if necessary.
 
-        Threads that ask for the same one wait for the first of them; others compile at the same time.
-
-        `.memory_analysis()` and `.cost_analysis()` of it tell what it needs.
+        Threads that need the same executable wait for the first of them; different executables compile concurrently.
+        `.memory_analysis()` and `.cost_analysis()` of the executable report its needs.
         """
         args = self._with_canonical(args)
         return self._found(args, *jax.tree.flatten(args[self._static :]))[0]
 
     def _found(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any) -> tuple[Any, list[Any] | None]:
-        """The executable for arguments, of which these are the arrays, and where it wants those over a mesh."""
+        """The executable, and the shardings of its arrays on a mesh. `leaves` and `tree` are the flattened arrays of `args`."""
         static = args[: self._static]
-        if (dealt := self._dealt.get(static)) is None:
-            dealt = self._dealt[static] = self._partition is not None and self._partition(*args) is not None
+        if (sharded := self._sharded.get(static)) is None:
+            sharded = self._sharded[static] = self._partition is not None and self._partition(*args) is not None
         default = SingleDeviceSharding(jax.devices()[0])
-        key = static, tree, tuple((x.shape, x.dtype, None if dealt else _place(x, default)) for x in leaves)
+        key = static, tree, tuple((x.shape, x.dtype, None if sharded else _place(x, default)) for x in leaves)
         if (found := self._compiled.get(key)) is not None:
             return found
         with self._lock:
@@ -114,7 +113,7 @@ class Program:
                 start = time.perf_counter()
                 arrays, donate = self._shapes(args), tuple(i - self._static for i in self._donate)
                 lowered = jax.jit(self._whole(*args), donate_argnums=donate).lower(*arrays)
-                places = [x.sharding for x in jax.tree.leaves(arrays)] if dealt else None
+                places = [x.sharding for x in jax.tree.leaves(arrays)] if sharded else None
                 found = self._compiled[key] = compile_with(lowered, self._options(static)), places
                 with self._lock:
                     self.compile_seconds += time.perf_counter() - start
@@ -127,14 +126,14 @@ class Program:
         return {name: value for name, value in self._gpu_options(*static).items() if name not in said}
 
     def forget(self) -> None:
-        """Let go of all executables."""
+        """Drop all executables."""
         with self._lock:
             self._compiled.clear()
             self._locks.clear()
-            self._dealt.clear()
+            self._sharded.clear()
 
     def __call__(self, *args: Any) -> Any:
-        """Run; arrays that are donated are deleted, also on devices that cannot reuse their memory."""
+        """Run the program. Donated arrays are deleted, also on devices that cannot reuse their memory."""
         args = self._with_canonical(args)
         results = self._run(args)
         if self._donate:
@@ -150,28 +149,28 @@ class Program:
         if places is None:
             return executable(*args[self._static :])
         for i, x in enumerate(leaves):
-            # Whether two places are the same takes longer to tell than that they are one object, as those of the call before nearly all are.
+            # Comparing objects is faster than comparing shardings, and nearly always succeeds after the first call.
             if getattr(x, "sharding", None) is not places[i]:
                 leaves[i] = there = put(x, places[i])
                 places[i] = there.sharding
         return executable(*tree.unflatten(leaves))
 
     def shapes(self, *args: Any) -> Any:
-        """Shapes of the results; of a program over a mesh, those of all devices' parts together."""
+        """Shapes of the results; over a mesh, global shapes."""
         args = self._with_canonical(args)
         return jax.eval_shape(self._whole(*args), *args[self._static :])
 
     def _whole(self, *args: Any) -> Callable[..., Any]:
-        """The function of all arrays, on all devices."""
+        """The function of all arrays, over all devices."""
         function = functools.partial(any_rank(self._function), *args[: self._static])
-        dealt = None if self._partition is None else self._partition(*args)
-        return function if dealt is None else over_mesh(function, *dealt)
+        sharded = None if self._partition is None else self._partition(*args)
+        return function if sharded is None else over_mesh(function, *sharded)
 
     def _shapes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arrays among arguments, as they are, or for a mesh their shapes, where a program wants them."""
+        """The arrays among the arguments; over a mesh, their shapes with shardings."""
         arrays = args[self._static :]
-        dealt = None if self._partition is None else self._partition(*args)
-        return arrays if dealt is None else placed(dealt[0], dealt[1], arrays, shapes=True)
+        sharded = None if self._partition is None else self._partition(*args)
+        return arrays if sharded is None else placed(sharded[0], sharded[1], arrays, shapes=True)
 
     def _with_canonical(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._canonical is None:
@@ -180,19 +179,20 @@ class Program:
 
 
 _told: set[frozenset[tuple[str, str | bool]]] = set()
-"""Options that were refused together, with their values, and have been said to be: many programs are compiled with the same."""
+"""Sets of options that XLA has refused and that were logged. Many programs use the same options."""
 
 
 def compile_with(lowered: Any, options: Mapping[str, str | bool]) -> Any:
-    """A lowered program compiled with options of XLA's, without those that this version does not know: they cost speed alone, never the program.
-    Which these are is said once.
+    """Compile a lowered program with XLA options, dropping options that this XLA version does not know.
+
+    Such options affect only speed. Each set of dropped options is logged once.
     """
     known = dict(options)
     while True:
         try:
             return lowered.compile(compiler_options=known)
         except jax.errors.JaxRuntimeError as error:
-            # Whole names: that of one option may be a part of another's.
+            # Match whole names, as one option's name may be part of another's.
             refused = [name for name in known if re.search(rf"\b{re.escape(name)}\b", str(error))]
             if not refused or not str(error).startswith("INVALID_ARGUMENT"):
                 raise
@@ -203,6 +203,6 @@ def compile_with(lowered: Any, options: Mapping[str, str | bool]) -> Any:
 
 
 def _place(x: Any, default: SingleDeviceSharding) -> Any:
-    """Where an array is, or is to be; None for the default device's own memory, which shapes without a place mean."""
+    """Sharding of an array; None for the default device's memory, which is also that of shapes without a sharding."""
     sharding = getattr(x, "sharding", None)
     return None if sharding == default else sharding

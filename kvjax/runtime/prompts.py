@@ -1,4 +1,4 @@
-"""What can be asked to be continued: text, token ids, chat messages, or a list of any of these."""
+"""Validates and tokenises prompts: text, token ids, chat messages, or lists of these."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -6,39 +6,41 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from kvjax.arguments import plain, shown
+from kvjax._util.arguments import plain, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message, such as {"role": "user", "content": "Hello"}."""
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Text to continue, token ids (an array of one dimension serves too), or a chat (put through the model's own template)."""
+PromptLike: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text, token ids (also as a one-dimensional array), or chat messages (rendered with the model's template)."""
 
 Question: TypeAlias = str | Sequence[int]
-"""What follows a prompt that has been read and compressed: text or token ids."""
+"""Text or token ids that follow a compressed prompt."""
 
 Kind = Literal["text", "ids", "chat"]
 
 TOLD = 8
-"""Errors of rows that are told in full; of further ones the numbers of the rows are."""
+"""Number of different errors that are reported in full. For further errors, only the rows are listed."""
 
 
 def token_ids(
     params: Params, prompt: Any, *, one: bool = False, longest: int | None = None
 ) -> tuple[list[list[int]], bool]:
-    """Every prompt as token ids, and whether one prompt was given rather than a list of them.
+    """Convert prompts to token ids. Also returns whether a single prompt was given instead of a list.
 
-    Nothing is tokenised before all prompts are known to be of a known kind.
+    All prompts are validated before any is tokenised.
 
     Args:
-        one: whether a list of prompts is refused.
-        longest: the most tokens that a prompt may have.
+        params: the model.
+        prompt: a prompt, or a list of prompts.
+        one: whether to refuse a list.
+        longest: maximum number of tokens of a prompt.
 
     Raises:
-        ValueError: a prompt is empty, of no known kind, too long, text or a chat for a model without tokenizer, or has a token id
-            outside the model's vocabulary. Of a list, all such prompts are told by their numbers.
+        ValueError: a prompt is empty, of an unknown kind or too long, has an invalid token id, or is text or a chat and
+            the model has no tokenizer. For a list, the message numbers all invalid prompts.
     """
     kind = _kind(prompt)
     if kind is not None:
@@ -55,13 +57,15 @@ def token_ids(
 
 
 def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
-    """The questions that follow prompts, as token ids without a start token.
+    """Convert questions to token ids, without a start token.
 
     Args:
-        prompts: how many prompts there are; None where one was given by itself, which takes one question.
+        params: the model.
+        question: a question, or a list of questions.
+        prompts: number of prompts; None for a single prompt, which takes a single question.
 
     Raises:
-        ValueError: as `token_ids`, or there is not one question for each prompt.
+        ValueError: as `token_ids`, or there is not one question per prompt.
     """
     questions = [question] if prompts is None else _listed(question)
     if prompts is not None and len(questions) != prompts:
@@ -78,7 +82,7 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
 def _all_ids(
     params: Params, name: str, rows: Sequence[Any], kinds: Sequence[Kind | None], allowed: str, **options: Any
 ) -> list[list[int]]:
-    """Token ids of each row of a list, of which all that are invalid are told."""
+    """Token ids of each row of a list. The error reports all invalid rows."""
     known, found, errors = None not in kinds, [], []
     for row, kind in zip(rows, kinds, strict=True):
         error = None
@@ -95,7 +99,7 @@ def _all_ids(
 
 
 def check_ids(rows: Any, count: int, longest: int, vocabulary: int, name: str = "prompt", least: int = 1) -> None:
-    """Raise `ValueError` unless these are `count` rows of `least` to `longest` token ids, naming all rows that are not."""
+    """Raise `ValueError` unless `rows` are `count` rows of `least` to `longest` token ids. The error names all invalid rows."""
     rows = (
         list(rows)
         if isinstance(rows, Sequence | np.ndarray | jax.Array) and not isinstance(rows, str | bytes)
@@ -108,10 +112,10 @@ def check_ids(rows: Any, count: int, longest: int, vocabulary: int, name: str = 
 
 
 def row_error(row: Any, least: int, longest: int, vocabulary: int) -> str | None:
-    """What is wrong with a row of token ids; None if nothing is."""
+    """Describe what is wrong with a row of token ids; None if nothing is."""
     try:
         ids = np.asarray(row)
-    except (ValueError, OverflowError):  # rows within rows, of different lengths
+    except (ValueError, OverflowError):  # nested rows of different lengths
         ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and ids.dtype != object and not np.issubdtype(ids.dtype, np.integer)):
         return f": {shown(row)} is not a list of token ids, which are whole numbers"
@@ -126,10 +130,12 @@ def row_error(row: Any, least: int, longest: int, vocabulary: int) -> str | None
 
 
 def refuse_rows(name: str, errors: Sequence[str | None], kind: type[ValueError] = ValueError) -> None:
-    """Raise an error if there are errors among those of some rows, with the number of every row that has one.
+    """Raise one error for all rows that have one, with their numbers. Do nothing if there is none.
 
     Args:
-        errors: what follows a row's number, such as ": it is empty"; None for a row that is as it should be.
+        name: what a row is, such as "prompt".
+        errors: for each row, the text after its number, such as ": it is empty"; None for a valid row.
+        kind: type of the error.
     """
     rows: dict[str, list[int]] = {}
     for i, error in enumerate(errors):
@@ -153,18 +159,18 @@ def _told(name: str, numbers: Sequence[int], count: int, error: str) -> str:
 def asked_in_chats(
     params: Params, prompts: Sequence[Any], questions: Sequence[Any], ids: Sequence[tuple[list[int], list[int]]]
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and the questions that follow them as token ids, where a question after a chat is the end of the user's last message.
+    """Move questions that follow chats to the end of the user's last message.
 
-    What the template puts behind that message belongs to the question. If the last message is not the user's, the question is a
-    message of its own.
+    The template's text after that message becomes part of the question. If the last message is not the user's, the
+    question becomes a user message.
 
     Args:
         params: the model.
-        prompts, questions: as they were given, one of each in a row.
-        ids: their tokens, as of `token_ids` and `question_ids`. Those of text and of token ids stay as they are.
+        prompts, questions: as passed by the user, one question per prompt.
+        ids: token ids of both, from `token_ids` and `question_ids`. Those of text and token ids are returned unchanged.
 
     Raises:
-        ValueError: the template refuses the messages, or leaves the question out.
+        ValueError: the template rejects the messages, or omits the question.
     """
     rows = zip(prompts, questions, ids, strict=True)
     return [
@@ -177,7 +183,7 @@ def _asked(params: Params, messages: Sequence[Message], question: Any, ids: list
     if messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": ""})
     said, text = messages[-1]["content"] or "", question if isinstance(question, str) else ""
-    # Templates trim what messages begin and end with, but not what stands between the message and tokens of a question.
+    # Templates strip whitespace around messages, but not between the message and the question's tokens.
     before, after = turns.split(tokenizer, messages, len(messages) - 1, said, text)
     after = tokenizer.encode(after, add_special=False)
     prompt, asked = tokenizer.encode(before, add_special=False), after if text else [*ids, *after]
@@ -187,7 +193,7 @@ def _asked(params: Params, messages: Sequence[Message], question: Any, ids: list
 
 
 def check_message(message: Any) -> None:
-    """Raise `ValueError` unless a chat message says who speaks, and what, in text that can be encoded."""
+    """Raise `ValueError` unless a chat message has a role, and content that can be encoded."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f'a chat message is {shown(message)}; give {{"role": ..., "content": ...}}, the role as text')
     content = message.get("content")
@@ -200,7 +206,7 @@ def check_message(message: Any) -> None:
 
 
 def check_messages(messages: Sequence[Any], name: str) -> None:
-    """`check_message` of each of several messages; all that are none are told by their numbers."""
+    """Call `check_message` for several messages. The error numbers all invalid ones."""
     errors: list[str | None] = []
     for message in messages:
         try:
@@ -226,14 +232,14 @@ def _kind(prompt: Any) -> Kind | None:
 
 
 def _listed(prompt: Any) -> list[Any]:
-    """What a list of prompts is made of; nothing, if it is no such list."""
+    """Items of a list of prompts; empty if it is not such a list."""
     if isinstance(prompt, np.ndarray | jax.Array):
         return list(np.asarray(prompt)) if prompt.ndim == 2 else []
     return list(prompt) if _is_sequence(prompt) else []
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether it is a list or the like, and not text or bytes, whose items are no prompts and no token ids."""
+    """Whether `value` is a sequence other than text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 

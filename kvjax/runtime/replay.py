@@ -1,4 +1,4 @@
-"""Reading prompts, and then parts of them once more where a method wants it: a pass that layers declare by `Traits.replays`."""
+"""Prefill with replays: parts of a prompt are processed a second time for layers that declare it by `CacheLayer.replays`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,27 +9,28 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, TokenBlock
+from kvjax.cache import LayerCache, PromptKV, TokenBlock
 from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params, transformer
-from kvjax.policies.base import Carry, Layer, Traits
+from kvjax.policies.attention_context import AttentionContext
+from kvjax.policies.base import CacheLayer, Carry, WrappedLayer
 from kvjax.policies.replay import Part, Replay, as_prompt, held_whole, over_parts
-from kvjax.policies.surroundings import Surroundings
 
 Words = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-"""Tokens of texts, by text: those before the tokens of the part before, with which a text ends, and the opening of an answer."""
+"""Tokens of instruction texts: the text, its tokens (before those of the previous part, if it ends with some), and the tokens that open an answer.
+"""
 
 
-def replays(layers: Sequence[Layer[Any]]) -> tuple[Replay, ...]:
-    """The readings that layers declare, each once."""
-    return tuple(dict.fromkeys(replay for layer in layers for replay in layer.traits.replays))
+def replays(layers: Sequence[CacheLayer[Any]]) -> tuple[Replay, ...]:
+    """Replays that the layers declare, without duplicates."""
+    return tuple(dict.fromkeys(replay for layer in layers for replay in layer.replays))
 
 
-def words_of(layers: Sequence[Layer[Any]], tokenizer: Tokenizer | None) -> Words:
-    """Tokens of what asks for parts of a prompt, for `LayerSpec.words`: none for a model without a tokenizer.
+def words_of(layers: Sequence[CacheLayer[Any]], tokenizer: Tokenizer | None) -> Words:
+    """Tokens of the texts that ask for parts of a prompt, for `LayerSpec.words`; empty if the model has no tokenizer.
 
-    What asks ends with what the model's template puts behind a question, if it has one.
+    They end with what the model's chat template puts after a question, if it has one.
     """
     texts = dict.fromkeys(text for replay in replays(layers) for text in (replay.first, replay.then) if text)
     if tokenizer is None or not texts:
@@ -47,12 +48,12 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     total: Int[Array, " B"],
-    layers: Sequence[Layer[Any]],
+    layers: Sequence[CacheLayer[Any]],
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """`transformer.prefill` for layers some of which declare replays.
+    """`transformer.prefill` for layers that may declare replays.
 
-    Until all has been read again, the whole cache is held beside the states of layers that do not wait for it. The words and the
-    part have the positions after the prompt, every part the same.
+    Until all replays are done, the whole cache is in memory in addition to the states of layers without replays. The
+    asking words and the part use the positions after the prompt, the same for every part.
     """
     wanted = replays(layers)
     more = max(len(_asking(replay, layers)[0][0]) + replay.part_size(tokens.shape[1]) for replay in wanted)
@@ -62,12 +63,12 @@ def prefill(
     for replay in wanted:
         found = _again(replay, params, tokens, lengths, total, layers, held, prepared)
         for layer, own in zip(layers, found, strict=True):
-            if replay in layer.traits.replays:
-                carry = replay.told(layer.spec.layer, own, carry, layer.key)
+            if replay in layer.replays:
+                carry = replay.with_observed(layer.spec.layer, own, carry, layer.key)
     states: list[Any] = []
     for layer, each in zip(layers, read, strict=True):
         state = each.state
-        if layer.traits.replays:
+        if layer.replays:
             state, carry = layer.prefill(as_prompt(layer.spec, each.held, tokens.shape[1], total), carry)
         states.append(state)
     return logits, tuple(states)
@@ -79,11 +80,11 @@ def _again(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     total: Int[Array, " B"],
-    layers: Sequence[Layer[Any]],
+    layers: Sequence[CacheLayer[Any]],
     held: Sequence[LayerCache],
     prepared: Sequence[dict[Replay, Any]],
 ) -> tuple[Any, ...]:
-    """What each layer learns; nothing from one that does not want to."""
+    """Run one replay and return what each layer observes; None for layers that do not declare it."""
     length, size = tokens.shape[1], replay.part_size(tokens.shape[1])
     asking, shown, counts = _asking(replay, layers)
     place = jnp.arange(asking.shape[1] + size, dtype=jnp.int32)
@@ -92,15 +93,15 @@ def _again(
         kind, start = jnp.minimum(i, 1), replay.skipped + i * replay.chunk
         words = jnp.asarray(counts, jnp.int32)[kind]
         count = jnp.clip(lengths - start, 0, size)
-        # Places of the block: words, among them the end of the part before, and the part.
+        # The block consists of words, which may include the end of the previous part, and of the part.
         source = jnp.where(place < words, start - replay.overlap + place - shown, start + place - words)
         given = jnp.take(tokens, jnp.clip(source, 0, length - 1), axis=1)
         said = jnp.take(jnp.asarray(asking, jnp.int32), kind, axis=0)
         said = jnp.pad(said, (0, size))
         block = jnp.where((place < words) & (said >= 0), said, given)
-        traits, at = Traits(reading="blocks", surroundings=replay.surroundings), (start, count, words)
+        at = start, count, words
         observers = [
-            _Again(layer.policy, layer.spec, traits, inner=layer, of=replay, at=at, prepared=own.get(replay))
+            _Again(layer.policy, layer.spec, inner=layer, of=replay, at=at, prepared=own.get(replay))
             for layer, own in zip(layers, prepared, strict=True)
         ]
         number = jnp.where(count > 0, words + count, 0)
@@ -109,8 +110,13 @@ def _again(
     return over_parts(replay, length, lengths, read)
 
 
-def _asking(replay: Replay, layers: Sequence[Layer[Any]]) -> tuple[np.ndarray, int, list[int]]:
-    """Tokens [2, W] of the words before the first part and the others, -1 for one of the part before; where those begin, and how many words."""
+def _asking(replay: Replay, layers: Sequence[CacheLayer[Any]]) -> tuple[np.ndarray, int, list[int]]:
+    """Words that ask for the first part and for the others.
+
+    Returns:
+        Token ids [2, W], with -1 for tokens of the previous part; the column where those begin; and the number of words
+            in each row.
+    """
     words = {text: (before, after) for text, before, after in layers[0].spec.words}
     (first, opening), (then, _) = (words.get(text, ((), ())) for text in (replay.first, replay.then))
     rows = [*first, *opening], [*then, *[-1] * replay.overlap, *opening]
@@ -121,12 +127,12 @@ def _asking(replay: Replay, layers: Sequence[Layer[Any]]) -> tuple[np.ndarray, i
 
 
 class _Read(NamedTuple):
-    """What one layer has of a prompt that has been read once.
+    """A layer's result of the first pass over a prompt.
 
     Attributes:
-        held: all of it.
-        state: what the layer keeps, if it does not wait for a second reading.
-        prepared: what the layer's replays have made of it, by replay.
+        held: full cache of the prompt.
+        state: the layer's state, if it declares no replays.
+        prepared: what the layer's replays prepared, by replay.
     """
 
     held: LayerCache
@@ -135,51 +141,55 @@ class _Read(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _First(Layer[Any]):
-    """A layer that holds a prompt whole, beside what it keeps of it if it does not wait for a second reading."""
+class _First(WrappedLayer[Any]):
+    """First pass: keeps the full cache of a prompt, and the state of a layer that declares no replays."""
 
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
     more: int = dataclasses.field(kw_only=True)
 
     @classmethod
-    def of(cls, layer: Layer[Any], more: int) -> Self:
+    def of(cls, layer: CacheLayer[Any], more: int) -> Self:
         """That of a layer, with room for so many tokens more."""
-        traits = layer.traits
-        around = traits.surroundings or any(replay.surroundings for replay in traits.replays)
-        return cls(layer.policy, layer.spec, dataclasses.replace(traits, surroundings=around), inner=layer, more=more)
+        return cls(layer.policy, layer.spec, inner=layer, more=more)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[_Read, Carry]:
-        whole, replays = held_whole(self.spec, prompt, self.more), self.inner.traits.replays
+    @property
+    def needs_context(self) -> bool:
+        return self.inner.needs_context or any(replay.needs_context for replay in self.inner.replays)
+
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[_Read, Carry]:
+        whole, replays = held_whole(self.spec, prompt, self.more), self.inner.replays
         if not replays:
             state, carry = self.inner.prefill(prompt, carry)
             return _Read(whole, state, {}), carry
-        around = {replay: Surroundings.of(carry, self.spec) if replay.surroundings else None for replay in replays}
+        around = {replay: AttentionContext.of(carry, self.spec) if replay.needs_context else None for replay in replays}
         return _Read(
             whole, None, {replay: replay.prepare(self.spec, whole, around[replay]) for replay in replays}
         ), carry
 
 
 @dataclasses.dataclass(frozen=True)
-class _Again(Layer[Any]):
-    """A layer that sees a part again, and in place of a state has what is learnt from it."""
+class _Again(WrappedLayer[Any]):
+    """Second pass: processes a part again, and returns what the layer observes instead of a state."""
 
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
     of: Replay = dataclasses.field(kw_only=True)
     at: tuple[Int[Array, ""], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
     prepared: Any = dataclasses.field(kw_only=True)
+
+    @property
+    def needs_context(self) -> bool:
+        return self.of.needs_context
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], Any, Carry]:
         out = cache.attend_block(self.spec, cache.insert_block(state, block), block)
-        if self.of not in self.inner.traits.replays:
+        if self.of not in self.inner.replays:
             return out, None, carry
-        around = Surroundings.of(carry, self.spec) if self.of.surroundings else None
+        around = AttentionContext.of(carry, self.spec) if self.of.needs_context else None
         return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared)), carry
 
 
 def _opening(tokenizer: Tokenizer) -> str:
-    """What the model's template puts behind a question: the opening of an answer; nothing without a template that does."""
+    """Text that the model's chat template puts after a question, which opens the answer; empty if there is none."""
     if tokenizer.chat_template is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What is asked of a continuation, checked in one place for every way of asking."""
+"""Options of a continuation, validated in one place for `generate`, `stream`, sessions and servers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from typing import Any, TypedDict
 import jax
 from jax.sharding import Mesh
 
-from kvjax.arguments import amount, plain, short, shown, whole
+from kvjax._util.arguments import amount, plain, short, shown, whole
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are sampled; see `kvjax.generate` for each."""
+    """Sampling options; see `kvjax.generate`."""
 
     temperature: float
     top_k: int | None
@@ -25,13 +25,13 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """What else is asked of a text."""
+    """Options of `kvjax.stream`."""
 
     stop: str | Sequence[str]
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """What else `kvjax.generate` takes."""
+    """Options of `kvjax.generate`."""
 
     prefill_block: int | None
     mesh: Mesh | str | None
@@ -40,15 +40,15 @@ class GenerateOptions(RequestOptions, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """How to go on from a prompt.
+    """Validated options of a continuation.
 
     Attributes:
-        max_new_tokens: most tokens to sample in a row.
-        sampler: how they are sampled.
-        seed: of the first row, the next ones' follow; from 0 to 2**32 - 1.
+        max_new_tokens: maximum number of tokens to sample per sequence.
+        sampler: how tokens are sampled.
+        seed: seed of the first sequence, 0 to 2**32 - 1. The others' seeds follow from it.
         stop: strings that end a text.
-        eos: the model's end tokens that end a row; none if they are ignored.
-        stop_ids: special tokens that end a row because they are stop strings, which `stop` has too.
+        eos: end tokens of the model; empty if they are ignored.
+        stop_ids: special tokens that are in `stop`.
     """
 
     max_new_tokens: int
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """All token ids that end a row."""
+        """All token ids that end a sequence."""
         return tuple(dict.fromkeys((*self.eos, *self.stop_ids)))
 
 
@@ -75,10 +75,10 @@ def check_request(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
 ) -> Request:
-    """The request that arguments of `kvjax.generate` amount to; numbers may be NumPy's or JAX's.
+    """Validate the options of `kvjax.generate`. Numbers may be from NumPy or JAX.
 
     Raises:
-        ValueError: one of them is of the wrong kind or out of range.
+        ValueError: an option has the wrong type or is out of range.
     """
     check_params(params)
     strings = [stop] if isinstance(stop, str) else stop
@@ -99,10 +99,10 @@ def check_request(
 
 
 def _stop_ids(tokenizer: Tokenizer, strings: Sequence[str]) -> tuple[int, ...]:
-    """The special tokens among stop strings: text is decoded without them, so it would never have these strings.
+    """The special tokens among the stop strings. Decoded text does not contain special tokens, so their ids are compared.
 
     Raises:
-        ValueError: a string has a special token and something else.
+        ValueError: a string contains a special token and other text.
     """
     found = []
     for string in strings:
@@ -113,25 +113,25 @@ def _stop_ids(tokenizer: Tokenizer, strings: Sequence[str]) -> tuple[int, ...]:
         within = [text for text, token in tokenizer.special_ids.items() if text in string and token in ids]
         if within:
             raise ValueError(
-                f"stop={short(string)} holds the special token {short(within[0])} and more, but text is decoded without special "
+                f"stop={short(string)} contains the special token {short(within[0])} and other text, but text is decoded without special "
                 f"tokens; give {short(within[0])} by itself"
             )
     return tuple(found)
 
 
 def check_params(params: Any) -> None:
-    """Raise `ValueError` unless these are a model's weights."""
+    """Raise `ValueError` unless `params` are a model's weights."""
     if not isinstance(params, Params):
         raise ValueError(f"params is {shown(params)}; give a model's weights, such as kvjax.load(...) returns")
     if isinstance(params.norm, jax.ShapeDtypeStruct):
-        raise ValueError("params are the shapes of weights alone; give weights, such as kvjax.load(...) returns")
+        raise ValueError("params are shapes without weights; give weights, such as kvjax.load(...) returns")
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False.
+    """Validate a boolean option.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is not a boolean.
     """
     if not isinstance(plain(value), bool):
         raise ValueError(f"{name}={short(value)}; give True or False")
@@ -139,5 +139,5 @@ def flag(name: str, value: Any) -> bool:
 
 
 def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
-    """The seed of each row: with `seed + i`, modulo 2**32, row i samples as it would alone with that seed."""
+    """Seed of each row: `seed + row` modulo 2**32, so that a row samples as it would alone with that seed."""
     return [(seed + row) % 2**32 for row in rows]

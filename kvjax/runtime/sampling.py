@@ -1,7 +1,7 @@
-"""Samplers: how the next token is sampled from logits, on the device.
+"""Samplers: choose the next token from logits, on the device.
 
-Each is a small pytree whose numbers are leaves: another temperature runs the same compiled program. A filter that is None is
-not in the program at all.
+A sampler is a small pytree whose numbers are leaves, so another temperature does not recompile the program. A filter
+that is None is not part of the program.
 """
 
 from typing import Protocol
@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.arguments import number, whole
-from kvjax.randomness import categorical, random_key
+from kvjax._util.arguments import number, whole
+from kvjax._util.randomness import categorical, random_key
 
 _GREEDY_BELOW = 1e-6
-"""A temperature that is as good as 0: logits of ordinary sizes divided by less do not fit float32."""
+"""Temperatures below this value are treated as 0, as logits divided by them can overflow float32."""
 
 _MOST = jnp.iinfo(jnp.int32).max
 
 
 class Sampler(Protocol):
-    """Samples one token per row; `seed` and `pos` make the sample a function of the row alone, whatever batch it is in."""
+    """Samples one token per row. With `seed` and `pos`, a row's sample does not depend on the rest of the batch."""
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
@@ -30,7 +30,7 @@ class Sampler(Protocol):
 
 @flax.struct.dataclass
 class Greedy:
-    """The most likely token; of equals, the one with the lowest id."""
+    """Choose the most likely token. Ties go to the lowest id."""
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
@@ -40,13 +40,13 @@ class Greedy:
 
 @flax.struct.dataclass
 class Sampling:
-    """Sample from softmax(logits / temperature), after filters applied in this order.
+    """Sample from softmax(logits / temperature), filtered in this order.
 
     Attributes:
-        temperature: > 0.
-        top_k: keep the k most likely tokens (and those equal to the k-th).
+        temperature: above 0.
+        top_k: keep the k most likely tokens, and ties with the k-th.
         top_p: keep the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
-        min_p: keep tokens with at least this fraction of the most probable one's probability (Nguyen et al. 2024).
+        min_p: keep tokens with at least this fraction of the highest probability (Nguyen et al. 2024).
     """
 
     temperature: Float[Array, ""]
@@ -71,7 +71,7 @@ class Sampling:
 def make_sampler(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> Greedy | Sampling:
-    """A sampler from plain numbers; temperature 0 is greedy, and so is any below 0.000001.
+    """Build a sampler from plain numbers. A temperature below 0.000001 is greedy.
 
     Raises:
         ValueError: a number is out of range.
@@ -101,7 +101,7 @@ def _top_k(logits: Float[Array, "B V"], k: Int[Array, ""]) -> Bool[Array, "B V"]
 def _top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V"]:
     descending = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(descending, axis=-1)
-    inside = jnp.cumsum(probs, axis=-1) - probs < p  # the most probable token always is
+    inside = jnp.cumsum(probs, axis=-1) - probs < p  # always true for the most probable token
     last = jnp.sum(inside, axis=-1, dtype=jnp.int32) - 1
     return logits >= jnp.take_along_axis(descending, last[:, None], axis=-1)
 

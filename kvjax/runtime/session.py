@@ -1,4 +1,4 @@
-"""A text or a conversation that stays in a compressed cache: read it once, then ask many questions, or go on turn by turn."""
+"""`Session`: a text or chat in a compressed cache, for many questions about it or for a conversation."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.arguments import amount, short, shown
+from kvjax._util.arguments import amount, short, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of
@@ -18,24 +18,26 @@ from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
 from kvjax.runtime.exclusive import Exclusive, alone
 from kvjax.runtime.generation import Reply, StopReason
-from kvjax.runtime.prompts import Message, Prompt, Question, check_message, check_messages, question_ids, token_ids
+from kvjax.runtime.prompts import Message, PromptLike, Question, check_message, check_messages, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 
 PIECE = 128
-"""Tokens that are read in one call of the compiled loop."""
+"""Tokens processed per call of the compiled loop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """Where a session stands. Replaced as a whole, so that its parts agree whenever something breaks off.
+    """Position of a session. It is replaced as a whole, so that its parts stay consistent after an interruption.
 
     Attributes:
-        state: the caches, which have read `ids[:read]`.
-        ids: all tokens so far. Those from `read` on, one at least, are read when the one that follows them is sampled.
-        prompt: how many of them are the prompt's, those that `extend` added included.
-        at_once: how many have been read with the prompt, at once or in blocks; the others took a step each.
-        messages: of a chat, those in full.
-        answer: in a chat, where in `ids` the assistant's answer to the last of them begins; None if that is no user's.
+        state: decoding state with `ids[:read]` in its caches.
+        ids: all tokens so far. At least one is not in the caches yet; it is processed when the next token is sampled.
+        read: number of tokens in the caches.
+        prompt: number of prompt tokens, including those added by `extend`.
+        at_once: number of tokens that were prefilled. Each of the others took a decode step.
+        messages: for a chat, its complete messages.
+        answer: for a chat, index in `ids` where the assistant's answer to the last message begins; None if that message
+            is not the user's.
     """
 
     state: decoding.Decoding
@@ -48,45 +50,44 @@ class _Point:
 
 
 class Session:
-    """A cache that has read a prompt, and reads and writes on.
+    """A cached prompt that can be queried, continued and forked.
 
         session = kvjax.Session(params, document, policy="snapkv", budget=1024)
-        answers = session.ask(["Who calls himself Ishmael?", "Where does he go?"])  # each from a fork; the session stays as it is
-        session.generate(" And then")                                               # this one goes on
+        answers = session.ask(["Who calls himself Ishmael?", "Where does he go?"])  # each from a fork of the session
+        session.generate(" And then")                                               # continues the session itself
 
-    A policy that compresses the prompt alone, such as `snapkv`, keeps every token after it. Its cache has room for all
-    `max_new_tokens` from the beginning, beside its budget: with a budget of 64 and 1000 new tokens, 1088 slots per head.
-    `max_new_tokens` + 1 is rounded up to 2^n or 1.5 × 2^n. Policies that keep compressing, such as `treekv`, need no such room.
-    `cache_bytes` tells what is allocated.
+    Policies that compress only the prompt, such as `snapkv`, keep every later token. Their cache has room for all
+    `max_new_tokens` from the beginning, in addition to the budget. With a budget of 64 and 1000 new tokens it has 1088
+    slots per head, as `max_new_tokens` + 1 is rounded up to 2^n or 1.5 × 2^n. Policies that compress while decoding,
+    such as `treekv`, need no such room. `cache_bytes` reports the allocated size.
 
-    A session does one thing at a time. For several threads, give each a fork.
+    Tokens after the prompt are processed one by one, after the prompt is compressed (question-agnostic compression). To
+    let a question influence what is kept, put it at the end of the prompt. The prompt's last token is processed after
+    compression too.
 
-    After Ctrl-C or an error a session goes on from where it got to: `tokens`, `remaining` and `messages` tell, and a text that was given
-    and not refused is among them, so that `generate()` goes on with it. Where it was broken off while its cache was being rewritten,
-    it is over, and says so.
-
-    What follows the prompt is read token by token, as in decoding: what is kept of the prompt was chosen without knowing it. To let
-    a question choose, put it at the prompt's end. The prompt's last token is read after compression too.
+    A session does one thing at a time. Give each thread a fork. After Ctrl-C or an error, a session continues from
+    where it stopped: `tokens`, `remaining` and `messages` include any accepted text, and `generate()` continues from
+    it. A session that was interrupted while its cache was being rewritten is over, and raises an error on further use.
 
     Args:
-        params: a model, from `kvjax.load`.
-        prompt: text, token ids or chat messages, of two tokens or more.
-        policy, budget: as for `generate`; fractions are of prompt + `max_new_tokens`.
-        max_new_tokens: most tokens that may follow the prompt, read and sampled together. The cache has room for them from the
-            beginning if the policy keeps them all. With LongRoPE prompt and new tokens together choose the rotation, for the whole session.
-        prefill_block: read the prompt in blocks of so many tokens, as for `generate`; `extend` then takes what goes on arriving.
-        max_prompt_tokens: tokens that the prompt may come to be with what `extend` adds; by default it stays as it is.
-        mesh: devices to share the model, as for `kvjax.Engine`. There is one row, so devices along "data" all do the same.
+        params: a model from `kvjax.load`.
+        prompt: text, token ids or chat messages with at least two tokens.
+        policy, budget: as for `kvjax.generate`. Fractions refer to prompt + `max_new_tokens`.
+        max_new_tokens: maximum number of tokens after the prompt, given and sampled together. With LongRoPE, prompt and
+            new tokens together select the rotation for the whole session.
+        prefill_block: block size in tokens of chunked prefill, as for `kvjax.generate`. It is needed for `extend`.
+        max_prompt_tokens: maximum length of the prompt including what `extend` adds; by default the prompt's length.
+        mesh: devices to run on, as for `kvjax.Engine`. There is one sequence, so it is replicated along "data".
 
     Raises:
-        ValueError: the prompt is not one prompt of two tokens or more, or a number is no whole number in its range.
-        PolicyError: the policy is unknown, cannot work with this budget, or cannot read in blocks and is to.
+        ValueError: there is not exactly one prompt, it has fewer than two tokens, or an argument is out of range.
+        PolicyError: the policy is unknown, does not support this budget, or does not support chunked prefill.
     """
 
     def __init__(
         self,
         params: Params,
-        prompt: Prompt,
+        prompt: PromptLike,
         policy: str | Policy = "full",
         budget: int | float | None = None,
         max_new_tokens: int = 1000,
@@ -101,7 +102,7 @@ class Session:
         longest = None if max_prompt_tokens is None else amount("max_prompt_tokens", max_prompt_tokens)
         if longest is not None and block is None:
             raise ValueError(
-                f"max_prompt_tokens={longest}, but a prompt that grows is read in blocks; give prefill_block, such as 512"
+                f"max_prompt_tokens={longest}, but a prompt that grows needs chunked prefill; give prefill_block, such as 512"
             )
         policy = get_policy(policy, budget=budget).bind(params.config)
         (ids,), _ = token_ids(params, prompt, one=True)
@@ -117,7 +118,7 @@ class Session:
         longest = len(ids) if longest is None else longest
         self._use = Exclusive()
         self._params, self._max_new_tokens, self._max_prompt_tokens = params, most, longest
-        # One more for the token that is held back.
+        # One more, for the prompt's last token.
         mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self._rows = get_shard(mesh, params.config).data
         sizes = {"batch": self._rows, "prompt_len": longest - 1, "max_new_tokens": most + 1}
@@ -128,12 +129,12 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens so far: the prompt, what was read, and what was sampled."""
+        """All tokens so far: prompt, given and sampled tokens."""
         return list(self._at.ids)
 
     @property
     def messages(self) -> list[Message]:
-        """Of a chat, all messages so far. What was read or written after the user's last one is the assistant's answer to it."""
+        """All messages of a chat so far. Tokens after the user's last message are the assistant's answer to it."""
         at = self._at
         if at.answer is None or at.answer == len(at.ids):
             return list(at.messages)
@@ -142,21 +143,21 @@ class Session:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still follow; none if the session is over."""
+        """Number of tokens that can still be added; 0 if the session is over."""
         return 0 if self._over else self._max_new_tokens - (len(self._at.ids) - self._at.prompt)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache holds; on each device of a mesh."""
+        """Bytes of the cache on each device."""
         return 0 if self._over else bytes_per_device(self._at.state.caches)
 
     @property
     def compile_seconds(self) -> float:
-        """Time that compiling has taken so far, in this session and its forks."""
+        """Compile time so far in seconds, for this session and its forks."""
         return self._engine.compile_seconds
 
     def __repr__(self) -> str:
-        """Model, policy, and how far it got, in a few lines."""
+        """Model, policy and progress, in a few lines."""
         config = self._params.config
         return (
             f"Session({config.family} of {config.num_layers} layers, {self._params.dtype.name},\n"
@@ -165,7 +166,7 @@ class Session:
         )
 
     def fork(self) -> "Session":
-        """A session that goes its own way from here; the cache is copied."""
+        """Copy the session, including its cache. Both continue independently."""
         with self._use.for_a_moment() as free:
             self._check(free)
             other = object.__new__(Session)
@@ -175,10 +176,10 @@ class Session:
 
     @alone
     def read(self, text: Question) -> None:
-        """Read text or token ids into the cache.
+        """Append text or token ids to the cache.
 
         Raises:
-            ValueError: it is empty, of no known kind, or longer than there is room for.
+            ValueError: the text is empty, of an unknown kind, or longer than `remaining`.
             RuntimeError: the session is over, or in use by another thread.
         """
         (new,) = question_ids(self._params, text, None)
@@ -187,16 +188,19 @@ class Session:
 
     @alone
     def extend(self, text: Question) -> None:
-        """Let the prompt go on: read text or token ids in blocks, of a session that was begun with `prefill_block`.
+        """Append text or token ids to the prompt by chunked prefill. The session needs `prefill_block`.
 
-        From what is kept and each block the policy chooses anew. So a text that goes on arriving can be as long as `max_prompt_tokens`.
+        After each block the policy chooses again from the block and what was kept. A text that arrives in pieces can
+        have up to `max_prompt_tokens` tokens.
 
         Raises:
-            ValueError: it is empty, of no known kind, or longer than there is room for; or the session was begun without blocks.
+            ValueError: the text is empty, of an unknown kind, or too long, or the session has no `prefill_block`.
             RuntimeError: the session is over, or in use by another thread.
         """
         if not self._engine.block:
-            raise ValueError("this session's prompt was read whole; begin it with prefill_block, such as 512")
+            raise ValueError(
+                "this session's prompt was prefilled whole; begin the session with prefill_block, such as 512"
+            )
         (new,) = question_ids(self._params, text, None)
         at, room = self._at, self._max_prompt_tokens - self._at.prompt
         if len(new) > room:
@@ -228,9 +232,9 @@ class Session:
         ignore_eos: bool = False,
         stop: Sequence[str] | None = None,
     ) -> Reply:
-        """Read `text`, if there is any, and go on from there; options as for `kvjax.generate`.
+        """Append `text`, if it is given, and generate. Options are as for `kvjax.generate`.
 
-        Stop strings are not implemented, so `stop` is None or empty.
+        Stop strings are not implemented, so `stop` has to be None or empty.
 
         Raises:
             ValueError: as `read`, or an option is out of range.
@@ -247,12 +251,12 @@ class Session:
 
     @alone
     def chat(self, message: str, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
-        """The assistant's answer to the user's next message, of a session that began with chat messages.
+        """Answer the user's next message, in a session that began with chat messages.
 
-        Only what is new is read, in the form that the chat template gives it.
+        Only new tokens are processed, rendered by the chat template.
 
         Raises:
-            ValueError: the session is no chat, it is the assistant's turn, or as `generate`.
+            ValueError: the session is not a chat, it is the assistant's turn, or as `generate`.
             RuntimeError: the session is over, or in use by another thread.
         """
         messages = self.messages
@@ -266,7 +270,7 @@ class Session:
         self._check_fits(request.max_new_tokens, self.remaining)
         tail = self._tail(messages, said)
         ends, sampled = self._params.config.eos, self._at.ids[-1]
-        # The last token has not been read yet. If the assistant has sampled an end token, the template's own takes its place.
+        # The last token is not in the cache yet. If it is a sampled end token, the template's end token replaces it.
         ended = self._at.answer is not None and sampled in ends and any(token in ends for token in tail[:1])
         self._check_fits(len(tail) - ended, self.remaining - request.max_new_tokens)
         self._take_in(tail, request, [*messages, said], replaced=int(ended))
@@ -274,7 +278,7 @@ class Session:
 
     @alone
     def answer(self, max_new_tokens: int = 128, **options: Unpack[SamplingOptions]) -> Reply:
-        """The assistant's answer to the messages so far; options as for `generate`.
+        """Answer the messages so far. Options are as for `generate`.
 
         Raises:
             ValueError: the last message is not the user's, or as `generate`.
@@ -288,14 +292,18 @@ class Session:
     def ask(
         self, questions: Sequence[Any], max_new_tokens: int = 128, **options: Unpack[SamplingOptions]
     ) -> list[Reply]:
-        """An answer to each question, each from a fork of the session as it is now.
+        """Answer each question from its own fork. The session does not change.
 
         Args:
-            questions: messages of a chat; else text or token ids.
+            questions: user messages for a chat; otherwise text or token ids.
+            max_new_tokens: maximum number of tokens per answer.
             options: as for `generate`.
 
+        Returns:
+            One reply per question.
+
         Raises:
-            ValueError: the questions are no list, or as `generate`.
+            ValueError: `questions` is not a list, or as `generate`.
             RuntimeError: the session is over, or in use by another thread.
         """
         if isinstance(questions, str | bytes) or not isinstance(questions, Iterable):
@@ -310,8 +318,8 @@ class Session:
 
     @property
     def _over(self) -> bool:
-        """Whether the cache is gone: programs take over the one that they go on from."""
-        with self._use.for_a_moment() as free:  # another thread will put the new cache in its place
+        """Whether the cache is lost, because a program that reuses its memory was interrupted."""
+        with self._use.for_a_moment() as free:  # another thread is about to store the new cache
             return free and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._at.state))
 
     def _check(self, free: bool) -> None:
@@ -321,27 +329,27 @@ class Session:
             )
         if self._over:
             raise RuntimeError(
-                "this session is over: it was broken off while its cache was being rewritten; begin another one, for example "
-                "with all that it had read and written, kvjax.Session(params, session.tokens, ...)"
+                "this session is over: it was interrupted while its cache was being rewritten; begin another one, for example "
+                "from its tokens: kvjax.Session(params, session.tokens, ...)"
             )
 
     def _request(self, max_new_tokens: int, options: Mapping[str, Any]) -> Request:
-        """What is asked of an answer.
+        """Validate the options of an answer.
 
         Raises:
             ValueError: an option is out of range, or there are stop strings.
-            TypeError: there is no such option.
+            TypeError: an option is unknown.
         """
         given = dict(options)
         stop = given.pop("stop", None)
         if stop is not None and (isinstance(stop, str) or not isinstance(stop, Sequence) or len(stop)):
             raise ValueError(
-                f"stop={short(stop)}, but a session's answers end at the model's end tokens alone; leave stop out, or give it to "
+                f"stop={short(stop)}, but a session's answers end only at the model's end tokens; omit stop, or pass it to "
                 "kvjax.generate"
             )
         known = SamplingOptions.__annotations__
         if unknown := [name for name in given if name not in known]:
-            raise TypeError(f"{unknown[0]} is no option of a session's answers; give some of {', '.join(known)}")
+            raise TypeError(f"{unknown[0]} is not an option of a session's answers; give some of {', '.join(known)}")
         return check_request(self._params, max_new_tokens, **given)
 
     def _check_fits(self, count: int, remaining: int) -> None:
@@ -351,10 +359,10 @@ class Session:
             )
 
     def _tail(self, messages: list[Message], message: Message) -> list[int]:
-        """What the template adds for one more message, up to the assistant's answer."""
+        """Tokens that the template adds for one more message, up to the assistant's answer."""
         tokenizer = self._params.tokenizer
         try:
-            if self._at.answer is None:  # the prompt was read with the end of its last message
+            if self._at.answer is None:  # the end of its last message is already in the prompt
                 text = turns.next_turn(tokenizer, messages, message)
             else:
                 text = turns.following(tokenizer, [*messages, message], len(messages) - 1)
@@ -365,18 +373,18 @@ class Session:
     def _take_in(
         self, new: Sequence[int], request: Request, messages: list[Message] | None = None, replaced: int = 0
     ) -> None:
-        """Have tokens follow, which end with the user's message where `messages` are given, and read all but the last piece.
+        """Append tokens, and process all but the last piece. With `messages`, they end with the user's message.
 
-        Those that have not been read yet may be `replaced`.
+        The last `replaced` tokens, which are not in the cache yet, are dropped first.
         """
         ids = [*self._at.ids[: len(self._at.ids) - replaced], *new]
         said = {} if messages is None else {"messages": messages, "answer": len(ids)}
         self._at = dataclasses.replace(self._at, ids=ids, **said)
-        while len(ids) - self._at.read > PIECE:  # the rest waits: the token after it is sampled as it is read
+        while len(ids) - self._at.read > PIECE:  # the last piece is processed together with sampling
             self._run(1, request)
 
     def _sample(self, request: Request) -> Reply:
-        """Go on from all tokens so far."""
+        """Sample from the current position."""
         given, tokens, logprobs, ends = self._at.ids, [], [], request.eos
         while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in ends):
             logprobs += self._run(min(request.max_new_tokens - len(tokens), decoding.CHUNK), request)
@@ -387,17 +395,17 @@ class Session:
         return Reply(text, tokens, logprobs, reason)
 
     def _run(self, count: int, request: Request) -> list[float]:
-        """Read a piece, and if it was the last, sample up to `count`; the log-probabilities of what was sampled."""
+        """Process one piece. If it is the last, also sample up to `count` tokens. Returns the samples' log-probabilities."""
         at = self._at
         piece = at.ids[at.read :][:PIECE]
         last = at.read + len(piece) == len(at.ids)
         state = dataclasses.replace(at.state, seed=jnp.asarray(row_seeds(request.seed, [0] * self._rows), jnp.uint32))
-        # Compiling may take long, and may be broken off.
+        # Compile outside of the critical section, as it takes long and may be interrupted.
         pieces, count = [piece] * self._rows, count if last else 1
         answer = self._engine.answering(state, pieces, count, request.sampler, request.eos, size=PIECE)
         with interrupts.held_back():
             state, tokens, logprobs = answer()
-            steps = at.read - at.at_once + len(piece)  # those of the last token that was given
+            steps = at.read - at.at_once + len(piece)  # steps up to the last given token
             sampled = int(state.steps) - steps + 1
             read, new, scores = at.read + len(piece), [], []
             if last:

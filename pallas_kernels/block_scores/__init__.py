@@ -1,7 +1,8 @@
-"""Scores of blocks of keys, by the bounds of the keys in each page or by the centroids of clusters.
+"""Scores of blocks of keys: per page from the bounds of its keys (Quest), per cluster from its centroid (ClusterKV).
 
-Once JAX drops Pallas' Triton backend: Mosaic GPU on Hopper and later, whose copy engine brings tiles of bounds or centroids
-while others are multiplied; XLA elsewhere. For a page's bounds, kept as tokens come: XLA's scatter of one page per head.
+If JAX removes Pallas' Triton backend, Mosaic GPU can replace these kernels on Hopper and later GPUs: TMA copies tiles
+of bounds or centroids while others are multiplied. Other GPUs then use XLA. `widen_bounds` becomes an XLA scatter of
+one page per head.
 """
 
 from .api import centroid_scores as centroid_scores

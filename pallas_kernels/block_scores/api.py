@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes them."""
+"""Public functions. Each `Op` picks a Triton kernel or XLA."""
 
 from jaxtyping import Array, Float, Int
 
@@ -19,23 +19,24 @@ def page_scores(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B N P"]:
-    """Σ_d max(q_d · low_d, q_d · high_d): no key between the bounds has a larger product with the query (Quest, section 3.3).
+    """Upper bound of q · k over the keys k of each page: Σ_d max(q_d · low_d, q_d · high_d) (Quest, section 3.3).
 
     Query head n reads KV head n // (N / K).
 
     Args:
         q: queries, rotated or `DeferredRope`.
-        bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
-        tokens: of a row; pages of later ones score -inf, whatever their bounds hold.
-        page: tokens to a page.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        bounds: minimum and then maximum of every key channel per page; W = 2 H.
+        tokens: number of tokens per sequence. Pages after them score -inf, whatever their bounds contain.
+        page: tokens per page.
+        implementation: "auto" picks the Triton kernel if it supports the case, else XLA; see `kvjax.pallas_kernels.op`.
+            There is no TPU kernel.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        Bounds of products, in float32.
+        One score per query head and page, in float32.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     return _PAGES(q, bounds, tokens, page=page, implementation=implementation, interpret=interpret)
 
@@ -49,18 +50,25 @@ def widen_bounds(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B K P W"]:
-    """The bounds of pages (Quest, section 3.3) with a new token per row, in place where `bounds` are not used again.
+    """Extend the bounds of each sequence's newest page (Quest, section 3.3) by one token.
+
+    The update is in place if `bounds` is not used again.
 
     Args:
-        bounds: of each page the least value of every key channel, and then the greatest: W = 2 H.
-        key: the new token's, rotated or `DeferredRope`.
-        pos: its position; the first token of a page finds nothing there, and one beyond the last page changes nothing.
-        page: tokens to a page.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        bounds: minimum and then maximum of every key channel per page; W = 2 H.
+        key: keys of the new token, rotated or `DeferredRope`.
+        pos: position of the new token. The first token of a page overwrites that page's bounds. A position after the
+            last page changes nothing.
+        page: tokens per page.
+        implementation: "auto" picks the Triton kernel if it supports the case, else XLA; see `kvjax.pallas_kernels.op`.
+            There is no TPU kernel.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The new bounds.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     return _WIDEN(bounds, key, pos, page=page, implementation=implementation, interpret=interpret)
 
@@ -72,17 +80,22 @@ def centroid_scores(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B K G M"]:
-    """Products of queries with centroids, each multiplied and added up in float32, as no matrix unit does (ClusterKV, section IV-C).
+    """Inner products of queries and centroids (ClusterKV, section IV-C).
 
-    Query head n reads KV head n // (N / K); G = N / K query heads share its centroids.
+    They are multiplied and added in float32, without matrix units. Query head n reads KV head n // (N / K); G = N / K
+    query heads share its centroids.
 
     Args:
         q: queries, rotated or `DeferredRope`.
-        centroids: means of the keys of clusters, in float32.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        centroids: mean key of each cluster, in float32.
+        implementation: "auto" picks the Triton kernel if it supports the case, else XLA; see `kvjax.pallas_kernels.op`.
+            There is no TPU kernel.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        One score per query head and cluster, in float32.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     return _CENTROIDS(q, centroids, implementation=implementation, interpret=interpret)

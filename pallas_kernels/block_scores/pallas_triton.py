@@ -1,9 +1,12 @@
-"""Scores of blocks of keys for GPUs, as Triton kernels.
+"""Triton kernels of `page_scores`, `centroid_scores` and `widen_bounds`.
 
-Scores of pages and of clusters have one program per row, KV head and block of pages or centroids, which it reads once for all queries of
-the group. In XLA the two halves of the queries, their product with the bounds, and leaving out pages that are not there are three kernels,
-each of which takes longer to start than to compute; and centroids are read once a query, which is rotated in a kernel of its own. Bounds are
-widened by one program per row and KV head, where in XLA the rotation and the comparison are a kernel, and the writing another.
+The score kernels run one program per sequence, KV head and block of pages or centroids. A program reads its block once
+for all query heads of the group. In XLA, `page_scores` is three kernels, each of which takes longer to launch than to
+run: splitting the queries, the matmul, and masking. XLA also rotates queries in a separate kernel and reads the
+centroids once per query head.
+
+`widen_bounds` runs one program per sequence and KV head. XLA uses one kernel to rotate and compare, and another to
+write.
 """
 
 import functools
@@ -17,12 +20,12 @@ from jaxtyping import Array, Float, Int
 
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 
 
 def page_scores_unsupported_reason(q: Array | DeferredRope, bounds: Array, *_: Any, **__: Any) -> str | None:
-    """Why the kernel of `page_scores` does not serve a case, or None if it does."""
+    """Return why the kernel of `page_scores` does not support a case, or None if it does."""
     x = parts_of(q)[0]
     if reason := triton_unsupported(dim=x.shape[2], group=x.shape[1] // bounds.shape[1]):
         return reason
@@ -40,10 +43,10 @@ def page_scores(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Float[Array, "B N P"]:
-    """Bounds of products; see the public function.
+    """Compute page scores; see the public function.
 
     Args:
-        sizes: `pages` of a program, a power of two, and its `warps`, instead of the tuned ones.
+        sizes: `pages` per program (a power of two) and `warps`, instead of the tuned sizes.
     """
     batch, heads, dim = parts_of(q)[0].shape
     kv_heads, size = bounds.shape[1:3]
@@ -56,7 +59,7 @@ def page_scores(
 
 
 def centroid_scores_unsupported_reason(q: Array | DeferredRope, centroids: Array) -> str | None:
-    """Why the kernel of `centroid_scores` does not serve a case, or None if it does."""
+    """Return why the kernel of `centroid_scores` does not support a case, or None if it does."""
     group = parts_of(q)[0].shape[1] // centroids.shape[1]
     if reason := triton_unsupported(dim=centroids.shape[-1], group=group):
         return reason
@@ -70,10 +73,10 @@ def centroid_scores(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Float[Array, "B K G M"]:
-    """Products; see the public function.
+    """Compute inner products with centroids; see the public function.
 
     Args:
-        sizes: `centroids` of a program, a power of two, and its `warps`, instead of the tuned ones.
+        sizes: `centroids` per program (a power of two) and `warps`, instead of the tuned sizes.
     """
     batch, kv_heads, count, dim = centroids.shape
     if sizes is None:
@@ -95,7 +98,9 @@ def _scores(
     warps: int,
     interpret: bool,
 ) -> Float[Array, "B K G S"]:
-    """Either kernel, that of pages if `page` is given, traced and lowered once for all layers."""
+    """Call the kernel of pages if `page` is given, else that of centroids. It is traced and lowered once for all
+    layers.
+    """
     x, *tables = parts_of(q)
     batch, kv_heads, size, width = blocks.shape
     fold, group, dim = batch * kv_heads, x.shape[1] // kv_heads, x.shape[2]
@@ -121,7 +126,7 @@ def _scores(
 
 
 def _pages_body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
-    """One block of pages; what is not there is not read."""
+    """Score one block of pages. Pages after the sequence's tokens are not read."""
     *tables, bounds_ref, tokens_ref, scores_ref = refs
     (group, dim), size = q_ref.shape, bounds_ref.shape[0]
     number = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
@@ -135,7 +140,7 @@ def _pages_body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
             other=jnp.zeros((), bounds_ref.dtype),
         )
 
-    q = turned_heads(q_ref, *tables)
+    q = rotated_heads(q_ref, *tables)
     zero = jnp.zeros((), q.dtype)
     scores = dot(jnp.minimum(q, zero), bound(0), 1) + dot(jnp.maximum(q, zero), bound(dim), 1)
     row = jnp.arange(group, dtype=jnp.int32)[:, None]
@@ -147,7 +152,7 @@ def _pages_body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
 
 
 def _centroids_body(q_ref: Any, *refs: Any, block: int) -> None:
-    """One block of centroids."""
+    """Score one block of centroids."""
     *tables, centroids_ref, scores_ref = refs
     (group, dim), count = q_ref.shape, centroids_ref.shape[0]
     number = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
@@ -157,7 +162,7 @@ def _centroids_body(q_ref: Any, *refs: Any, block: int) -> None:
         mask=jnp.broadcast_to(there[:, None], (block, dim)),
         other=0.0,
     )
-    q = turned_heads(q_ref, *tables).astype(jnp.float32)
+    q = rotated_heads(q_ref, *tables).astype(jnp.float32)
     row = jnp.arange(group, dtype=jnp.int32)
     for head in range(group):
         one = jnp.sum(jnp.where((row == head)[:, None], q, 0.0), axis=0)
@@ -165,12 +170,12 @@ def _centroids_body(q_ref: Any, *refs: Any, block: int) -> None:
 
 
 def widen_bounds_unsupported_reason(bounds: Array, *_: Any, **__: Any) -> str | None:
-    """Why the kernel of `widen_bounds` does not serve a case, or None if it does."""
+    """Return why the kernel of `widen_bounds` does not support a case, or None if it does."""
     dim = bounds.shape[-1] // 2
     if reason := triton_unsupported():
         return reason
     if dim & (dim - 1) or dim < 16:
-        return f"head dim {dim} is not a power of two from 16 on"
+        return f"head dim {dim} is not a power of two of at least 16"
     return None
 
 
@@ -183,7 +188,7 @@ def widen_bounds(
     page: int,
     interpret: bool = False,
 ) -> Float[Array, "B K P W"]:
-    """Bounds with a new token; see the public function."""
+    """Extend the bounds by a new token; see the public function."""
     x, *tables = parts_of(key)
     batch, heads, pages, width = bounds.shape
     dim = width // 2
@@ -209,12 +214,12 @@ def widen_bounds(
 
 
 def _widen_body(key_ref: Any, *refs: Any, page: int) -> None:
-    """One head's newest page."""
+    """Update the newest page of one head."""
     *tables, pos_ref, _, bounds_ref = refs
     dim, pos = key_ref.shape[1], pos_ref[0]
     number, first = pos // page, pos % page == 0
     low_ref, high_ref = (bounds_ref.at[pl.ds(number, 1), pl.ds(begin, dim)] for begin in (0, dim))
-    key = turned_heads(key_ref, *tables).astype(bounds_ref.dtype)
+    key = rotated_heads(key_ref, *tables).astype(bounds_ref.dtype)
 
     @pl.when(number < bounds_ref.shape[0])
     def _widen() -> None:

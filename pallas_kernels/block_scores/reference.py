@@ -1,4 +1,4 @@
-"""The same, readably."""
+"""XLA reference of the block scores."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,7 +9,7 @@ from ..rotary import DeferredRope, heads_of
 def page_scores(
     q: Float[Array, "B N H"] | DeferredRope, bounds: Float[Array, "B K P W"], tokens: Int[Array, " B"], *, page: int
 ) -> Float[Array, "B N P"]:
-    """A channel's larger product is with its upper bound where the query is positive, and with the lower elsewhere."""
+    """Use the upper bound of a channel where the query is positive, and the lower bound elsewhere."""
     q = heads_of(q)
     batch, heads, dim = q.shape
     kv_heads, size = bounds.shape[1:3]
@@ -24,7 +24,7 @@ def page_scores(
 def widen_bounds(
     bounds: Float[Array, "B K P W"], key: Float[Array, "B K H"] | DeferredRope, pos: Int[Array, " B"], *, page: int
 ) -> Float[Array, "B K P W"]:
-    """The bounds of each row's newest page, further apart by one key."""
+    """Extend the bounds of each sequence's newest page by one key."""
     key = heads_of(key).astype(bounds.dtype)
     rows, number = jnp.arange(len(pos), dtype=jnp.int32), pos // page
     low, high = jnp.split(bounds[rows, :, number], 2, axis=-1)
@@ -36,7 +36,7 @@ def widen_bounds(
 def centroid_scores(
     q: Float[Array, "B N H"] | DeferredRope, centroids: Float[Array, "B K M H"]
 ) -> Float[Array, "B K G M"]:
-    """Products, exactly."""
+    """Multiply and add in float32, without matrix units."""
     batch, kv_heads, _, dim = centroids.shape
     q = heads_of(q).reshape(batch, kv_heads, -1, dim).astype(jnp.float32)
     return jnp.sum(q[:, :, :, None] * centroids[:, :, None], axis=-1)

@@ -1,10 +1,10 @@
-"""Chunked Soft Matching: the most similar keys of every chunk, and tokens merged along such edges.
+"""Chunked Soft Matching: find the most similar keys in every chunk and merge tokens along these edges. Chelsea uses it.
 
-No score for each pair is in memory, and gaps that merging leaves are closed.
+The kernels keep no similarity matrix in memory, and the merged cache has no gaps.
 
-Once JAX drops Pallas' Triton backend: for similarity Mosaic GPU on Hopper and later (a chunk is two tiles and one product), XLA
-elsewhere. For merging XLA's gathers, or the same kernel by way of jax_triton; it moves rows to computed places, which Mosaic GPU's
-copies do not.
+If JAX removes Pallas' Triton backend, Mosaic GPU can compute the similarities on Hopper and later GPUs: a chunk is two
+tiles and one matmul. Other GPUs then use XLA. Merging moves rows to computed indices, which Mosaic GPU's copies cannot
+do. XLA gathers replace it, or the same kernel through jax_triton.
 """
 
 from .api import chunk_similarity as chunk_similarity

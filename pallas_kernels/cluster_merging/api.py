@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes them."""
+"""Public functions. Each `Op` picks a kernel or XLA."""
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -26,26 +26,29 @@ def chunk_similarity(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Nearest:
-    """From each even place of a chunk, the edge to the odd place with the most similar key.
+    """Find, for each even slot of a chunk, the odd slot with the most similar key.
 
-    Edges of Chunked Soft Matching (Hu et al. 2025, section 5.2). Similarity is the cosine, in whole multiples of `RESOLUTION`.
+    These are the edges of Chunked Soft Matching (Hu et al. 2025, section 5.2). Similarity is the cosine, rounded to a
+    multiple of `RESOLUTION`.
 
     Args:
-        keys: by place; what is not among those that are compared may hold anything.
-        first: where each row's first chunk begins.
-        count: how many places from there on hold a key.
-        chunk: C >= 2 places of a chunk.
-        implementation: "auto" takes the device's Pallas kernel where it serves; it keeps no similarities in memory.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        keys: keys by slot. Slots outside the chunks may contain anything.
+        first: slot at which each sequence's first chunk begins.
+        count: number of slots from there on that contain a key.
+        chunk: C, slots per chunk, at least 2.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA. The kernels keep no
+            similarity matrix in memory.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        Of each edge [B, K, N, A], for N = ⌈S / C⌉ chunks and the A = ⌈C / 2⌉ even places of each: its similarity, -inf where there is
-        none, and where it leads: 0 for place 1 of the chunk, 1 for place 3, and so on; of equally similar keys, to the first.
+        One edge per even slot, [B, K, N, A], with N = ⌈S / C⌉ chunks and A = ⌈C / 2⌉ even slots per chunk. `score` is
+        the similarity, -inf if there is no edge. `place` is the odd slot: 0 for slot 1 of the chunk, 1 for slot 3, and
+        so on. Ties go to the first odd slot.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
-    keys = jax.lax.stop_gradient(keys)  # which edge is best has no gradient
+    keys = jax.lax.stop_gradient(keys)  # the index of the best edge has no gradient
     return _SIMILARITY(keys, first, count, chunk, implementation=implementation, interpret=interpret)
 
 
@@ -60,27 +63,30 @@ def merge_clusters(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Clusters:
-    """Tokens at even places of a chunk become part of tokens at odd places; what is left moves up, in order.
+    """Merge tokens at even slots of a chunk into tokens at odd slots, and close the gaps, keeping the order.
 
-    A step of Chunked Soft Matching (Hu et al. 2025, section 5.2) once its edges are chosen. A token that others are merged into
-    becomes the mean of all, each counted by its weight, in float32 until it is written; its weight is then the sum of theirs, and its
-    position that of the newest.
+    This is one step of Chunked Soft Matching (Hu et al. 2025, section 5.2), after its edges are chosen. A token that
+    others are merged into becomes the weighted mean of them all, accumulated in float32. Its weight becomes the sum of
+    their weights, and its position that of the newest token.
 
     Args:
-        target: for each of the A = ⌈C / 2⌉ even places of the N = ⌈S / C⌉ chunks, what its token is merged into: 0 for place 1 of
-            the chunk, 1 for place 3, and so on; -1 where it stays, or where there is none.
-        first: where each row's first chunk begins; what is before stays as it is.
-        count: tokens of each row from there on. Places after them may hold anything.
-        chunk: C places of a chunk.
-        into: arrays to be written to in place, where they are not used again; what they hold is not read.
-        implementation: "auto" takes the device's Pallas kernel where it serves; its work follows `count`, not S.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        tokens: tokens and clusters of every sequence and KV head.
+        target: where each even slot's token is merged to, for the N = ⌈S / C⌉ chunks and their A = ⌈C / 2⌉ even slots.
+            0 is slot 1 of the chunk, 1 is slot 3, and so on. -1 means that the token stays, or that there is none.
+        first: slot at which each sequence's first chunk begins. Slots before it are unchanged.
+        count: number of tokens of each sequence from there on. Slots after them may contain anything.
+        chunk: C, slots per chunk.
+        into: arrays to write the result to. They are overwritten in place if they are not used again, and their
+            contents are not read.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA. The kernel's work is
+            proportional to `count`, not to S.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        What is before the chunks, and what is left of them. Places after that may hold anything.
+        The slots before the chunks, followed by the remaining tokens. Slots after these may contain anything.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"chunk": chunk, "into": into}
     return Clusters(
@@ -96,15 +102,21 @@ def copy_clusters(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Clusters:
-    """Tokens as they are, elsewhere: back in a cache that merging has left.
+    """Copy tokens unchanged into other arrays, for example from the result of a merge back into the cache.
 
     Args:
-        size: tokens of each row, in its first places.
-        into: arrays to be written to in place, where they are not used again; beyond a row's tokens they are as before, or may hold anything.
-        implementation: "auto" takes the device's Pallas kernel where it serves; without one XLA copies what it has to.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        tokens: tokens and clusters of every sequence and KV head.
+        size: number of tokens per sequence. They are in its first slots.
+        into: arrays to write to, in place if they are not used again. Slots after a sequence's tokens keep their
+            contents or may contain anything.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case. Otherwise XLA makes the necessary
+            copies.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The copied tokens.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     return Clusters(*_COPY(tokens, size, into, implementation=implementation, interpret=interpret))

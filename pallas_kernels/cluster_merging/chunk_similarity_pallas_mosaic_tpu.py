@@ -1,8 +1,8 @@
-"""Similarity inside chunks on TPUs.
+"""Mosaic TPU kernel of `chunk_similarity`.
 
-A program holds whole chunks. Even and odd places are read apart, float32 ones by loads that skip every second row, 16-bit ones
-as the halves of the words that they share; so no key is moved in memory. Products have odd places along sublanes and even ones
-along lanes, where comparing is a whole register's work.
+A program processes whole chunks. It loads even and odd slots separately, so that no key is moved in memory. float32
+keys are loaded with a stride of two rows; 16-bit keys are the two halves of 32-bit words. In the products, odd slots
+are along sublanes and even slots along lanes, so that the maximum over odd slots compares whole registers.
 """
 
 import math
@@ -23,22 +23,22 @@ from .chunks import chunked
 from .ranking import NONE, inverse_length, rank, unrank
 
 LONGEST = 2048
-"""Places of the largest chunk, which has to fit on the chip twice."""
+"""Slots of the largest chunk. Two chunks must fit into VMEM."""
 
 TILE = 256
-"""Most even or odd places in one product."""
+"""Maximum number of even or odd slots per matmul."""
 
 
 def unsupported_reason(keys: Array, first: Array, count: Array, chunk: int) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if keys.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {keys.dtype}"
     if chunk % 2:
-        return f"a chunk of {chunk} places is not made of pairs"
+        return f"a chunk of {chunk} slots is odd"
     if chunk % (4 * SUBLANES) or (chunk > 2 * TILE and chunk % (2 * TILE)):
-        return f"a chunk of {chunk} places is not a multiple of {4 * SUBLANES}, or above {2 * TILE} of {2 * TILE}"
+        return f"a chunk of {chunk} slots is not a multiple of {4 * SUBLANES}, or of {2 * TILE} if above {2 * TILE}"
     if chunk > LONGEST:
-        return f"a chunk of {chunk} places is longer than {LONGEST}"
+        return f"a chunk of {chunk} slots is longer than {LONGEST}"
     return None
 
 
@@ -50,7 +50,7 @@ def chunk_similarity(
     *,
     interpret: bool = False,
 ) -> Nearest:
-    """Best edges of every chunk; see the public function."""
+    """Find the best edges of every chunk; see the public function."""
     keys, live = chunked(keys, first, count, chunk)
     keys = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % LANES)])
     *batch, chunk, dim = keys.shape
@@ -86,9 +86,9 @@ def _body(keys_ref: Any, live_ref: Any, best_ref: Any) -> None:
 
 
 def _best(keys_ref: Any, live_ref: Any, start: int, tile: int) -> Array:
-    """Ranks [1, tile] of the best edges from even places."""
+    """Return the ranks [1, tile] of the best edges from `tile` even slots."""
     even = _places(keys_ref, start, tile, 0)
-    # Their lengths are wanted along lanes, where a product with ones leaves them.
+    # A matmul with ones puts the squared lengths along lanes.
     square = jnp.square(even.astype(jnp.float32))
     length = dot(jnp.ones((SUBLANES, keys_ref.shape[1]), jnp.float32), square, 1)[:1]
     inverse = jnp.where(length > 0, jax.lax.rsqrt(length), 0.0)
@@ -104,7 +104,7 @@ def _best(keys_ref: Any, live_ref: Any, start: int, tile: int) -> Array:
 
 
 def _places(keys_ref: Any, start: int, size: int, parity: int) -> Float[Array, "S H"]:
-    """`size` keys at every second place, from the pair `start` on."""
+    """Load `size` keys at every second slot, beginning with pair `start`."""
     if keys_ref.dtype == jnp.float32:
         return keys_ref[pl.ds(2 * start + parity, size, stride=2), :]
     pairs = pltpu.bitcast(keys_ref[pl.ds(2 * start, 2 * size), :], jnp.uint32)

@@ -1,7 +1,7 @@
-"""Similarity inside chunks on GPUs, as a Triton kernel.
+"""Triton kernel of `chunk_similarity`.
 
-A program holds a block of a chunk's even places and walks its odd places; lengths, products and comparisons of a block stay in
-registers. It reads keys where they are, every second place of a cache, so that none is copied.
+A program has a block of a chunk's even slots and loops over its odd slots. Lengths, products and comparisons stay in
+registers. Keys are read directly from every second slot of the cache, without a copy.
 """
 
 import functools
@@ -20,16 +20,16 @@ from .ranking import MOST, NONE, inverse_length, rank, unrank
 
 
 def unsupported_reason(keys: Array, first: Array, count: Array, chunk: int) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = keys.shape[-1]
     if reason := triton_unsupported(dim=dim):
         return reason
     if keys.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {keys.dtype}"
     if chunk % 2:
-        return f"a chunk of {chunk} places is not made of pairs"
+        return f"a chunk of {chunk} slots is odd"
     if chunk // 2 > MOST:
-        return f"a chunk of {chunk} places is longer than {2 * MOST}"
+        return f"a chunk of {chunk} slots is longer than {2 * MOST}"
     return None
 
 
@@ -42,11 +42,11 @@ def chunk_similarity(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Nearest:
-    """Best edges of every chunk; see the public function.
+    """Find the best edges of every chunk; see the public function.
 
     Args:
-        sizes: `rows` of even places a program holds, `columns` of odd ones it compares them with at a time, its `warps` and
-            `stages`, instead of the tuned ones.
+        sizes: `rows` (even slots per program), `columns` (odd slots compared at a time), `warps` and `stages`, instead
+            of the tuned sizes.
     """
     batch, heads, places, dim = keys.shape
     chunks, half = -(-places // chunk), chunk // 2
@@ -70,7 +70,9 @@ def chunk_similarity(
 
 
 def _sizes(chunks: int, half: int, dim: int, dtype: Any) -> dict[str, int]:
-    """Block sizes: large enough that loading keys is a small part of the work, and small enough for the registers."""
+    """Return block sizes: large enough that loading keys is a small part of the work, and small enough for the
+    registers.
+    """
     wide = jnp.dtype(dtype).itemsize * dim > 256
     default = {
         "rows": min(128 if wide else 256, block_within(half)),
@@ -85,11 +87,11 @@ def _sizes(chunks: int, half: int, dim: int, dtype: Any) -> dict[str, int]:
 def _body(keys_ref: Any, first_ref: Any, count_ref: Any, best_ref: Any, *, rows: int, columns: int) -> None:
     half, dim = best_ref.shape[0], keys_ref.shape[1]
     begin, start = pl.program_id(1) * 2 * half, pl.program_id(2) * rows
-    live = jnp.minimum(count_ref[0] - begin, 2 * half)  # places of this chunk that hold a key
+    live = jnp.minimum(count_ref[0] - begin, 2 * half)  # slots of this chunk that contain a key
     first = first_ref[0] + begin
 
     def load(start: Any, size: int, odd: int) -> tuple[Array, Array, Array]:
-        """Keys at even or odd places, which these are, and whether they are there."""
+        """Load keys at even or odd slots. Return them with their pair's index and whether the slot contains a key."""
         pair = start + jnp.arange(size, dtype=jnp.int32)
         place = 2 * pair + odd
         inside = place < live
@@ -111,7 +113,7 @@ def _body(keys_ref: Any, first_ref: Any, count_ref: Any, best_ref: Any, *, rows:
         best = jax.lax.fori_loop(0, blocks, compare, jnp.full((rows,), NONE, jnp.int32))
         store_rows(best_ref, start, jnp.where(alive, best, NONE), half)
 
-    # As in a cache that is nearly empty: keys are not even read.
+    # Without tokens, as in the rest of a nearly empty cache, no keys are read.
     @pl.when(2 * start >= live)
     def _nothing() -> None:
         store_rows(best_ref, start, jnp.full((rows,), NONE, jnp.int32), half)

@@ -1,11 +1,14 @@
-"""Places cut into chunks."""
+"""Split slots into chunks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
 def from_place(x: Array, first: Int[Array, " B"], size: int) -> Array:
-    """`size` entries [B, K, size, ...] of `x` [B, K, S, ...] from each row's place `first` on; beyond its ends, the nearest."""
+    """Return `size` entries [B, K, size, ...] of `x` [B, K, S, ...], from slot `first` of each sequence on.
+
+    Indices outside `x` are clipped to its ends.
+    """
     index = first[:, None] + jnp.arange(size, dtype=jnp.int32)
     wide = (slice(None), None, slice(None)) + (None,) * (x.ndim - 3)
     return jnp.take_along_axis(x, index[wide], axis=2, mode="clip")
@@ -14,7 +17,11 @@ def from_place(x: Array, first: Int[Array, " B"], size: int) -> Array:
 def chunked(
     x: Array, first: Int[Array, " B"], count: Int[Array, " B"], chunk: int
 ) -> tuple[Array, Bool[Array, "B K N C"]]:
-    """`x` [B, K, S, ...] in chunks [B, K, N, C, ...], N = ⌈S / C⌉, the first of which begins at `first`; and what is among `count`."""
+    """Split `x` [B, K, S, ...] into N = ⌈S / C⌉ chunks [B, K, N, C, ...], beginning at slot `first`.
+
+    Returns:
+        The chunks, and which of their slots are among the `count` tokens from `first` on.
+    """
     batch, heads, places = x.shape[:3]
     chunks = -(-places // chunk)
     live = jnp.arange(chunks * chunk, dtype=jnp.int32) < count[:, None, None]

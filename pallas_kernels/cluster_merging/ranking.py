@@ -1,4 +1,8 @@
-"""Similarities as integers that also say where an edge leads, so that one maximum finds the best and the first of equals."""
+"""Edges as integers that order by similarity, then by target, so that one maximum finds the best edge and its first
+target.
+
+The kernels of `chunk_similarity` use these ranks.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,35 +12,35 @@ from ..kmeans import Nearest
 from .reference import RESOLUTION
 
 MOST = 1 << 16
-"""Places that an edge can lead to."""
+"""Number of targets that a rank can encode."""
 
 NONE = jnp.iinfo(jnp.int32).min
-"""Rank of an edge that does not exist, below all others."""
+"""Rank of a missing edge, below all other ranks."""
 
 _INTEGERS = 1.5 * 2.0**23
-"""Added to a small float32, leaves it as an integer (ties to even) in the lowest bits."""
+"""Adding this to a small float32 leaves its integer value, rounded to even, in the lowest bits."""
 
 
 def rank(product: Array, even: Array, odd: Array, target: Array) -> Int[Array, "X Y"]:
-    """Sixteen bits of cosine, in units of `RESOLUTION`, above sixteen that are the larger the earlier the target.
+    """Return ranks: 16 bits of cosine, in units of `RESOLUTION`, above 16 bits that are larger for earlier targets.
 
     Args:
-        product: inner products of keys at even and odd places, X along one axis and Y along the other.
-        even, odd: one over the lengths of these keys, to be broadcast against the products.
-        target: where an edge leads, less than `MOST`, likewise.
+        product: inner products of keys at even and odd slots, one parity along each axis.
+        even, odd: inverse lengths of these keys, broadcastable to `product`.
+        target: index of the edge's odd slot, less than `MOST`, broadcastable to `product`.
     """
     rounded = product * even * (odd * (1 / RESOLUTION)) + _INTEGERS
     return (jax.lax.bitcast_convert_type(rounded, jnp.int32) << 16) | (MOST - 1 - target)
 
 
 def inverse_length(keys: Float[Array, "P H"]) -> Float[Array, " P"]:
-    """One over a key's length, 0 where that is 0."""
+    """Return one over each key's length, and 0 for keys of length 0."""
     square = jnp.sum(jnp.square(keys.astype(jnp.float32)), axis=-1)
     return jnp.where(square > 0, jax.lax.rsqrt(square), 0.0)
 
 
 def unrank(best: Int[Array, "*B A"]) -> Nearest:
-    """The edges that ranks stand for."""
+    """Return the edges that ranks encode."""
     exists = best != NONE
     score = jnp.where(exists, (best >> 16).astype(jnp.float32) * RESOLUTION, -jnp.inf)
     return Nearest(score, jnp.where(exists, MOST - 1 - (best & (MOST - 1)), 0))

@@ -1,4 +1,4 @@
-"""The same in plain XLA: a product for each chunk, then what stays gathered from all of them."""
+"""XLA reference of cluster merging: one matmul per chunk, then a gather of the remaining tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,17 +9,17 @@ from .chunks import chunked, from_place
 from .types import Clusters
 
 RESOLUTION = 2.0**-14
-"""Cosines are compared in whole multiples of this.
+"""Resolution of the cosines. They are rounded to a multiple of it before they are compared.
 
-Text repeats itself, and where the same two tokens stand equally far apart their keys are equally similar. Which of such edges is
-kept must not hang on rounding errors, which differ with the size of the batch.
+In repeated text, keys of the same two tokens at the same distance are equally similar. Without rounding, the choice
+among such edges would depend on rounding errors, which vary with the batch size.
 """
 
 
 def chunk_similarity(
     keys: Float[Array, "B K S H"], first: Int[Array, " B"], count: Int[Array, " B"], chunk: int
 ) -> Nearest:
-    """From each even place of a chunk, the edge to the odd place with the most similar key; see the public function."""
+    """Find the most similar odd slot for each even slot of a chunk; see the public function."""
     keys, live = chunked(keys, first, count, chunk)
     keys = keys.astype(jnp.float32)
     length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
@@ -38,7 +38,10 @@ def merge_clusters(
     chunk: int,
     into: Clusters | None = None,
 ) -> list[Array]:
-    """Tokens merged and gaps closed; see the public function. Where nothing is left, keys, values and weights are 0 and positions -1."""
+    """Merge tokens and close gaps; see the public function.
+
+    In slots without a token, keys, values and weights are 0 and positions are -1.
+    """
     (k, live), (v, _), (pos, _), (weight, _) = (chunked(x, first, count, chunk) for x in tokens)
     weight = jnp.where(live, weight, 0.0)
     pos = jnp.where(live, pos, -1)
@@ -50,7 +53,7 @@ def merge_clusters(
     newest = jnp.maximum(pos[..., 1::2], jnp.max(jnp.where(joined, pos[..., 0::2, None], -1), axis=-2))
 
     def mean(rows: Array) -> tuple[Array, Array]:
-        """Rows at even places, and those at odd ones with what is merged into them."""
+        """Return the rows at even slots, and those at odd slots with the tokens merged into them."""
         rows = jnp.where(live[..., None], rows, jnp.zeros((), rows.dtype))
         even, centroid = (rows[..., i::2, :].astype(jnp.float32) for i in range(2))
         total = odd[..., None] * centroid + jnp.einsum("...ab,...ah->...bh", share, even, precision="highest")
@@ -65,7 +68,9 @@ def merge_clusters(
     back = jnp.arange(places, dtype=jnp.int32) - first[:, None]
 
     def gather(before: Array, even: Array, odd: Array, free: int) -> Array:
-        """What is before the chunks, and after it what stays, in order, from the even places of all chunks and the odd ones."""
+        """Return the slots before the chunks, then the remaining tokens in order, from the even and odd slots of all
+        chunks.
+        """
         halves = jnp.concatenate([x.reshape(batch, heads, -1, *x.shape[4:]) for x in (even, odd)], axis=2)
         wide = (...,) + (None,) * (halves.ndim - 3)
         left = jnp.where(
@@ -83,14 +88,14 @@ def merge_clusters(
 
 
 def copy_clusters(tokens: Clusters, size: Int[Array, " B"], into: Clusters) -> Clusters:
-    """The tokens where they are: XLA copies what it has to."""
+    """Return the tokens. XLA makes the necessary copies."""
     return tokens
 
 
 def _first(stays: Bool[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:
-    """Places of what stays, ascending, and which of them there are (the others are 0)."""
+    """Return the slots where `stays` is True, ascending and padded with 0, and which of them are not padding."""
     batch, heads, places = stays.shape
-    rank = jnp.where(stays, jnp.cumsum(stays, axis=-1, dtype=jnp.int32) - 1, places)  # beyond the end: dropped
+    rank = jnp.where(stays, jnp.cumsum(stays, axis=-1, dtype=jnp.int32) - 1, places)  # out of bounds: dropped
     rows, columns = np.ogrid[:batch, :heads]
     place = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), stays.shape)
     index = jnp.zeros_like(place).at[rows[..., None], columns[..., None], rank].set(place, mode="drop")
@@ -98,7 +103,7 @@ def _first(stays: Bool[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Bool[Array
 
 
 def _halves(places: int, chunk: int) -> Int[np.ndarray, " S"]:
-    """Where each place is when the even places of all chunks are written first, and then the odd ones."""
+    """Return each slot's index in an order that has the even slots of all chunks before the odd ones."""
     place = np.arange(places, dtype=np.int32)
     at, half = place % chunk, -(-chunk // 2)
     even = place // chunk * half + at // 2

@@ -1,4 +1,4 @@
-"""What merging works on."""
+"""Argument and result type of cluster merging."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from jaxtyping import Array, Float, Int
 
 
 class Clusters(NamedTuple):
-    """Tokens and clusters of tokens, in order.
+    """Tokens and clusters of tokens, in order of position.
 
     Attributes:
-        k, v: keys and values; of a cluster, the means over its tokens.
-        pos: original position, of a cluster that of its newest token.
-        weight: how many tokens each stands for.
+        k, v: keys and values; for a cluster, the means over its tokens.
+        pos: original position; for a cluster, the position of its newest token.
+        weight: number of tokens that each entry represents.
     """
 
     k: Float[Array, "B K S H"]

@@ -1,10 +1,11 @@
-"""Attention of one new query per row over the slots of a compressed cache.
+"""Attention of one new query per sequence over the slots of a compressed cache. The cache layers call it at every
+decode step.
 
-A layer's KV heads may lie in one cache, be divided among several of different sizes, or have segments of one store; and keys and
-values may be in a few bits.
+A layer's KV heads can be in one cache, be divided among several caches of different sizes, or have segments of one
+store. Keys and values can be quantised.
 
-Once JAX drops Pallas' Triton backend: Mosaic GPU on Hopper and later, whose copy engine brings tiles of the cache
-while others are multiplied; XLA elsewhere.
+If JAX removes Pallas' Triton backend, Mosaic GPU can replace these kernels on Hopper and later GPUs: TMA copies tiles
+of the cache while others are multiplied. Other GPUs then use XLA.
 """
 
 from .api import decode_attention as decode_attention

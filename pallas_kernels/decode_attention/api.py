@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes them."""
+"""Public functions. Each `Op` picks a kernel or XLA."""
 
 from collections.abc import Sequence
 
@@ -35,23 +35,28 @@ def decode_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Attended:
-    """Softmax attention over cache slots, each counted `weight` times.
+    """Softmax attention over weighted cache slots.
 
-    Query head n reads KV head n // (N / K). A slot of weight w contributes like w equal tokens: `log(w)` is added to its
-    logit (Chelsea's degree bias); weight 0 is a free slot, whose contents, NaN included, cannot reach the output.
+    Query head n reads KV head n // (N / K). A slot of weight w contributes like w equal tokens: log(w) is added to its
+    logit (Chelsea's degree bias). A slot of weight 0 is free; its contents, even NaN, do not reach the output.
 
     Args:
-        q: queries, rotated or `DeferredRope`, or unrotated with `rotation`.
-        k, v: the cache; keys rotated, or unrotated with `rotation`.
-        weight: multiplicity of each slot, 0 where free.
+        q: queries, rotated or `DeferredRope`, or unrotated if `rotation` is given.
+        k, v: cached keys and values. Keys are rotated, or unrotated if `rotation` is given.
+        weight: number of tokens that each slot represents, 0 for free slots.
         scale: factor on the logits, usually H ** -0.5.
-        rotation: rotates keys and queries while they are read, by the places that they have now (TreeKV, StreamingLLM).
-        probs: whether each slot's probability is wanted (H2O, TOVA and TreeKV score slots with it).
-        implementation: "auto" takes the device's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        rotation: rotates queries and keys as they are read, by their current positions in the cache (TreeKV,
+            StreamingLLM).
+        probs: whether to return each slot's probability, from which H2O, TOVA and TreeKV score slots.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The attended values, the log-sum-exp of the logits and, if requested, the probabilities.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"scale": scale, "rotation": rotation, "probs": probs}
     return _DECODE(q, k, v, weight, **options, implementation=implementation, interpret=interpret)
@@ -65,24 +70,29 @@ def sharded_decode_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """`decode_attention` of all heads of a layer, each over the cache that has it.
+    """Compute `decode_attention` for a layer whose KV heads are divided among several caches.
 
-    The GPU kernel is one kernel for all caches, with parts of one length: short caches do not have the device to themselves first.
+    The GPU implementation is one kernel for all caches. It splits them into parts of equal length, so that short caches
+    do not first occupy the device alone.
 
     Args:
         q: queries of the layer, rotated or `DeferredRope`.
-        caches: each KV head is in one of them.
+        caches: the caches; each KV head is in exactly one of them.
         scale: factor on the logits, usually H ** -0.5.
-        implementation: "auto" takes the GPU's Pallas kernel where it serves, and else attends over one cache after the other.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        implementation: "auto" picks the Triton kernel if it supports the case. Otherwise `decode_attention` is called
+            once per cache.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The attended values in the dtype of `q`.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     kernel = _SHARDED.kernel(q, caches, scale=scale, implementation=implementation, interpret=interpret)
     if kernel is not None:
         return kernel(q, caches, scale=scale)
-    # One cache after the other, each by whoever does that best; where XLA is asked for, by XLA.
+    # One call per cache. Each call picks its own implementation, unless XLA was requested.
     group = parts_of(q)[0].shape[1] // sum(len(held.heads) for held in caches)
     order = [query_heads(held.heads, group) for held in caches]
     by, outs = ("xla" if implementation == "xla" else "auto"), []
@@ -103,25 +113,25 @@ def packed_decode_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """Softmax attention over slots in a few bits, which become floats on the way (KIVI, Liu et al. 2024, section 3.2).
+    """Softmax attention over quantised slots, which are dequantised in registers (KIVI, Liu et al. 2024, section 3.2).
 
-    Query head n reads KV head n // (N / K). XLA unpacks block by block and computes in float32; the GPU kernel multiplies queries by
-    scales and codes in the queries' type, and adds up in float32.
+    Query head n reads KV head n // (N / K). XLA dequantises block by block and computes in float32. The GPU kernel
+    multiplies queries by scales and codes in the dtype of the queries, and accumulates in float32.
 
     Args:
         q: queries, rotated.
-        slots: keys and values. What is in slots that do not count, NaN included, cannot reach the output.
-        visible: slots that count, among those that are filled.
-        bits: of a packed number.
+        slots: quantised keys and values. The contents of masked slots, even NaN, do not reach the output.
+        visible: which of the filled slots are attended to.
+        bits: bits per code.
         scale: factor on the logits, usually H ** -0.5.
-        implementation: "auto" takes the device's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        implementation: "auto" picks the Triton kernel if it supports the case, else XLA; see `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
         The attended values in the dtype of `q`; zeros for a head that has nothing to attend to.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"bits": bits, "scale": scale}
     return _PACKED(q, slots, visible, **options, implementation=implementation, interpret=interpret)

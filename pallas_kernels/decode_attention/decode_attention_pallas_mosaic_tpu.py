@@ -1,9 +1,10 @@
-"""Decode attention for TPUs: a grid over rows, KV heads and blocks of slots, with a running softmax in VMEM.
+"""Mosaic TPU kernel of `decode_attention`: a grid over sequences, KV heads and blocks of slots, with a running softmax
+in VMEM.
 
-How many blocks of a head hold something alive is known to the grid before it starts: blocks beyond are not fetched (their index
-is that of the last live one, and a block that stays is not fetched again).
+The number of blocks with live slots per head is known before the grid starts. Later blocks are not fetched: their index
+is that of the last live block, and the pipeline does not fetch the same block twice in a row.
 
-The compiler keeps arrays whose last dimension is under 128 the other way round, slots along the lanes, which wastes no memory.
+The compiler stores arrays whose last dimension is below 128 transposed, with slots along lanes, which wastes no memory.
 Heads of fewer channels are therefore read as [H, C].
 """
 
@@ -29,14 +30,14 @@ LANES = 128
 def unsupported_reason(
     q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = k.shape[-1]
     if dim % 16 or dim > 256:
         return f"head dim {dim} is not a multiple of 16 up to 256"
     if k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype}"
     if rotation is not None and 2 * rotation.inv_freq.shape[-1] != dim:
-        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; only all can be"
+        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; the kernel only rotates all of them"
     return None
 
 
@@ -52,7 +53,7 @@ def decode_attention(
     interpret: bool = False,
     block: int | None = None,
 ) -> Attended:
-    """Softmax attention of rotated queries over cache slots; see the public function.
+    """Softmax attention over cache slots; see the public function.
 
     Args:
         block: slots read at a time, a multiple of 128, instead of the tuned number.
@@ -65,7 +66,7 @@ def decode_attention(
     block = block or tuned("decode_attention", case, {"block": 1024})["block"]
     block = min(block, -(-slots // LANES) * LANES)
     blocks = pl.cdiv(slots, block)
-    lying = dim % LANES != 0  # slots along the lanes
+    transposed = dim % LANES != 0  # slots are along lanes
 
     index = jnp.arange(1, slots + 1, dtype=jnp.int32)
     used = pl.cdiv(jnp.max(jnp.where(weight > 0, index, 0), axis=-1), block).astype(jnp.int32)  # [B, K]
@@ -75,7 +76,7 @@ def decode_attention(
 
     whole = pl.BlockSpec((None, None, group, dim), lambda b, h, j, used: (b, h, 0, 0))
     line = pl.BlockSpec((None, None, 1, block), lambda b, h, j, used: (b, h, 0, at(b, h, j, used)))
-    if lying:
+    if transposed:
         k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
         tile = pl.BlockSpec((None, None, dim, block), lambda b, h, j, used: (b, h, 0, at(b, h, j, used)))
     else:
@@ -100,7 +101,7 @@ def decode_attention(
             _body,
             scale=scale,
             slots=slots,
-            lying=lying,
+            transposed=transposed,
             amplitude=None if rotation is None else rotation.amplitude,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -125,7 +126,7 @@ def decode_attention(
     logsumexp = outs[1].reshape(batch, heads)
     mass = None
     if probs:
-        # Logits of blocks that hold nothing alive were never written.
+        # Logits of blocks without live slots were never written.
         seen = (weight > 0)[:, :, None]
         mass = jnp.mean(jnp.where(seen, jnp.exp(outs[2] - jnp.where(seen, outs[1], 0.0)), 0.0), axis=2)
     return Attended(outs[0].reshape(q.shape), logsumexp, mass)
@@ -140,11 +141,11 @@ def _body(
     *refs: Any,
     scale: float,
     slots: int,
-    lying: bool,
+    transposed: bool,
     amplitude: float | None,
 ) -> None:
-    turn_refs: Any = refs[:2] if amplitude is not None else ()
-    rest = refs[len(turn_refs) :]
+    rotation_refs: Any = refs[:2] if amplitude is not None else ()
+    rest = refs[len(rotation_refs) :]
     out_ref, lse_ref, *logit_refs = rest[:-3]
     acc_ref, top_ref, total_ref = rest[-3:]
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -160,17 +161,17 @@ def _body(
     def _fold() -> None:
         weight = weight_ref[...]
         slot = j * block + jax.lax.broadcasted_iota(jnp.int32, weight.shape, 1)
-        live = (weight > 0) & (slot < slots)  # beyond the end of the cache a block holds anything
+        live = (weight > 0) & (slot < slots)  # a block's contents after the end of the cache are undefined
         if amplitude is None:
-            logits = dot(q_ref[...], k_ref[...], 0 if lying else 1)
+            logits = dot(q_ref[...], k_ref[...], 0 if transposed else 1)
         else:
             half = q_ref.shape[-1] // 2
-            keys = k_ref[...] if lying else k_ref[...].T
-            angle = turn_refs[1][...] * turn_refs[0][...].astype(jnp.float32)
+            keys = k_ref[...] if transposed else k_ref[...].T
+            angle = rotation_refs[1][...] * rotation_refs[0][...].astype(jnp.float32)
             cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
             a, b = keys[:half].astype(jnp.float32), keys[half:].astype(jnp.float32)
-            turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=0).astype(k_ref.dtype)
-            logits = dot(q_ref[...], turned, 0)
+            rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=0).astype(k_ref.dtype)
+            logits = dot(q_ref[...], rotated, 0)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
             logit_ref[...] = logits
@@ -178,9 +179,9 @@ def _body(
         shrink = jnp.exp(top_ref[...] - peak)
         share = jnp.where(live, jnp.exp(logits - peak), 0.0)
         values = v_ref[...]
-        alive = live if lying else _upright(live)
+        alive = live if transposed else _as_column(live)
         values = jnp.where(alive, values, jnp.zeros((), values.dtype))
-        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if lying else 0)
+        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if transposed else 0)
         top_ref[...] = peak
         total_ref[...] = total_ref[...] * shrink + jnp.sum(share, axis=1, keepdims=True)
 
@@ -191,6 +192,6 @@ def _body(
         lse_ref[...] = jnp.where(total > 0, top_ref[...] + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
 
 
-def _upright(live: Array) -> Array:
-    """A line of marks as a column."""
+def _as_column(live: Array) -> Array:
+    """Return a row of flags as a column."""
     return live.astype(jnp.float32).reshape(-1, 1) > 0

@@ -1,8 +1,8 @@
-"""Decode attention for GPUs, as a Triton kernel: split-K flash decoding (Dao et al. 2023).
+"""Triton kernel of `decode_attention`: split-K flash decoding (Dao et al. 2023).
 
-The slots of one row and KV head are divided among programs. Each walks its part up to the last live slot with a running
-softmax, all query heads of the group at once, so that a key or value is read from memory once and dead slots at the end not
-at all. A second, small body joins the parts.
+The slots of one sequence and KV head are split among programs. Each program loops over its part up to the last live
+slot, with a running softmax for all query heads of the group. Keys and values are thus read from memory once, and free
+slots at the end are not read. A second, small kernel combines the parts.
 """
 
 import functools
@@ -16,33 +16,33 @@ from jaxtyping import Array, Float
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 from .types import Attended, Rotation
 
-Turning = Literal["all", "queries", "nothing"]
-"""What is rotated on the way."""
+Rotated = Literal["all", "queries", "nothing"]
+"""Which inputs the kernel rotates."""
 
 LOOK = 1024
-"""Weights looked at at a time to find the last live slot."""
+"""Weights loaded at a time to find the last live slot."""
 
 
 def unsupported_reason(
     q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
-    return unserved(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
+    """Return why this kernel does not support a case, or None if it does."""
+    return unsupported(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
 
 
-def unserved(group: int, k: Array, rotation: Rotation | None) -> str | None:
-    """Why `group` query heads for a KV head with such keys are not served, or None if they are."""
+def unsupported(group: int, k: Array, rotation: Rotation | None) -> str | None:
+    """Return why the kernel does not support such keys with `group` query heads per KV head, or None if it does."""
     dim, slots = k.shape[-1], k.shape[-2]
     if reason := triton_unsupported(dim=dim, group=group):
         return reason
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
     if rotation is not None and 2 * rotation.inv_freq.shape[-1] != dim:
-        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; only all can be"
+        return f"{2 * rotation.inv_freq.shape[-1]} of {dim} channels are rotated; the kernel only rotates all of them"
     if slots < 16:
         return f"{slots} slots are fewer than a block of 16"
     return None
@@ -63,7 +63,8 @@ def decode_attention(
     """Softmax attention over cache slots; see the public function.
 
     Args:
-        sizes: `block` slots read at a time, `splits` programs per head, `warps` and `stages` of each, instead of the tuned ones.
+        sizes: `block` (slots read at a time), `splits` (programs per head), `warps` and `stages`, instead of the tuned
+            sizes.
     """
     batch, kv_heads, slots, dim = k.shape
     sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
@@ -86,9 +87,9 @@ def _attend(
     warps: int,
     stages: int,
 ) -> Attended:
-    """The kernels, traced and lowered once for all layers of one shape."""
-    unturned, *_ = parts_of(q)
-    batch, heads, dim = unturned.shape
+    """Call the kernels. They are traced and lowered once for all layers of one shape."""
+    unrotated, *_ = parts_of(q)
+    batch, heads, dim = unrotated.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
     part = -(-slots // (splits * block)) * block
@@ -96,15 +97,16 @@ def _attend(
 
     fold = batch * kv_heads
     inputs = [
-        unturned.reshape(fold, group, dim),
+        unrotated.reshape(fold, group, dim),
         k.reshape(fold, slots, dim),
         v.reshape(fold, slots, dim),
         weight.reshape(fold, slots),
     ]
     specs = [entry(x) for x in inputs]
     if rotation is not None:
-        # Keys are rounded to 8 bits once they are rotated; angles' 11 bits cost less than that, and half the reads. (Two short tables that
-        # stay in the L1 cache, for the sum of two angles, take 16 us more on an H200: 8 rows, 3456 slots.)
+        # Rotated keys are rounded to bfloat16's 8 significant bits. Tables in float16, with 11 bits, lose less than
+        # that and halve the reads. (Two short tables that stay in the L1 cache, for the sum of two angles, take 16 us
+        # longer on an H200 with 8 sequences of 3456 slots.)
         short = k.dtype == jnp.bfloat16
         tables = [table.astype(jnp.float16 if short else jnp.float32) for table in rotation.tables()]
         places = [rotation.query.reshape(fold, 1), rotation.place.reshape(fold, slots)]
@@ -127,10 +129,10 @@ def _attend(
         shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
         out_specs.append(entry(shapes[-1]))
 
-    turned: Turning = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
+    rotated: Rotated = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
 
     def body(*refs: Any) -> None:
-        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, turned=turned)
+        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, rotated=rotated)
 
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
     acc, top, total, *logits = triton_call(
@@ -153,7 +155,7 @@ def _attend(
             pl.BlockSpec((None, 1), lambda h, g: (h, g)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((fold, group, dim), unturned.dtype),
+            jax.ShapeDtypeStruct((fold, group, dim), unrotated.dtype),
             jax.ShapeDtypeStruct((fold, group), jnp.float32),
         ],
         warps=4,
@@ -163,15 +165,15 @@ def _attend(
     )(acc, top, total)
     mass = None
     if probs:
-        # Logits of slots that no program came to were never written.
+        # Logits of slots that no program reached were never written.
         seen = (weight.reshape(fold, 1, slots) > 0) & (logsumexp > MASKED)[..., None]
         mass = jnp.mean(jnp.where(seen, jnp.exp(logits[0] - logsumexp[..., None]), 0.0), axis=1)
         mass = mass.reshape(weight.shape)
-    return Attended(out.reshape(unturned.shape), logsumexp.reshape(batch, heads), mass)
+    return Attended(out.reshape(unrotated.shape), logsumexp.reshape(batch, heads), mass)
 
 
 def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref: Any) -> None:
-    """One query head's parts, weighted by their shares of the softmax's denominator."""
+    """Combine one query head's parts, weighted by their shares of the softmax denominator."""
     splits, dim = acc_ref.shape
     at = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
     inside = at < splits
@@ -191,24 +193,28 @@ def join_parts(acc_ref: Any, top_ref: Any, total_ref: Any, out_ref: Any, lse_ref
 
 
 def block_size(slots: int, dim: int, dtype: Any) -> int:
-    """Slots that are read at a time: 16 KB of keys, from 16 slots to 128, and no more than there are."""
+    """Return the slots read at a time: 16 KB of keys, between 16 and 128 slots, and at most `slots`."""
     in_bytes = 16384 // (dim * jnp.dtype(dtype).itemsize)
     return max(16, min(128, *(1 << (size.bit_length() - 1) for size in (in_bytes, slots))))
 
 
-def _sizes(fold: int, slots: int, dim: int, dtype: Any, turned: bool) -> dict[str, int]:
-    """Block sizes for `fold` rows × KV heads.
+def _sizes(fold: int, slots: int, dim: int, dtype: Any, rotated: bool) -> dict[str, int]:
+    """Return block sizes for `fold` sequences × KV heads.
 
-    Programs are about 512, each with at least one block to read, in two halves if it has no more. On an
-    H200 four parts a head instead of two gained 9 % where lengths are ragged and lost 5 % where they are not (32 rows, 8 KV heads,
-    8192 slots of 128 channels), and 58 instead of 29, of two halves of a block, took 12.3 us where two blocks took 13.7 (one row,
-    8 KV heads, 3712 slots).
+    The default is about 512 programs with at least one block each. A program with a single block reads it as two
+    halves.
+
+    Measured on an H200 with 8 KV heads of 128 channels:
+
+    - 32 sequences of 8192 slots: four parts per head instead of two gain 9 % if lengths are ragged, and lose 5 % if
+      they are equal.
+    - One sequence of 3712 slots: 58 parts of two half blocks take 12.3 us, and 29 parts of two blocks 13.7 us.
     """
     block = block_size(slots, dim, dtype)
     splits = max(1, min(512 // fold, slots // block))
     if slots // splits <= block:
         block = max(16, block // 2)
-    case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": turned}
+    case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": rotated}
     return tuned(
         "decode_attention", case, {"block": block, "splits": splits, "warps": 4, "stages": 2 if block > 64 else 3}
     )
@@ -225,16 +231,20 @@ def attend_part(
     block: int,
     part: int,
     slots: int,
-    turned: Turning,
+    rotated: Rotated,
 ) -> None:
-    """One part of one head: unnormalised values, the largest logit, and the sum of exponentials.
+    """Attend over one part of one head: unnormalised values, the largest logit, and the sum of exponentials.
 
     Args:
-        refs: what rotates, as `turned` says; where results go; and where logits go, if they are wanted.
-        number: which part it is.
-        part, slots: slots of a part, and in all.
+        q_ref, k_ref, v_ref, weight_ref: queries, keys, values and weights of the head.
+        refs: inputs of the rotation, according to `rotated`; then the outputs; then the logits, if requested.
+        number: index of the part.
+        scale: factor on the logits.
+        block: slots read at a time.
+        part, slots: slots per part, and in total.
+        turned: which inputs are rotated.
     """
-    turn_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[turned])], refs[count:]
+    rotation_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[rotated])], refs[count:]
     out_ref, top_ref, total_ref, *logit_refs = rest
     group, dim = q_ref.shape
     begin = number * part
@@ -242,20 +252,20 @@ def attend_part(
     even = slots % block == 0
 
     def load(ref: Any, inside: Array, *index: Any) -> Array:
-        """The entries of a block that exist."""
+        """Load the entries of a block that are inside the cache."""
         if even:
             return backend.load(ref.at[*index])
         mask = inside if len(index) == 1 else jnp.broadcast_to(inside[:, None], (block, index[1].size))
         return backend.load(ref.at[*index], mask=mask, other=jnp.zeros((), ref.dtype))
 
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
-    if turned == "all":
-        cos_ref, sin_ref, query_ref, _ = turn_refs
+    if rotated == "all":
+        cos_ref, sin_ref, query_ref, _ = rotation_refs
         at = jnp.clip(query_ref[0], 0, slots - 1)
         first, second = (q_ref[:, half] for half in halves)
         q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
     else:
-        q = turned_heads(q_ref, *turn_refs)
+        q = rotated_heads(q_ref, *rotation_refs)
 
     width = min(LOOK, pl.next_power_of_2(part))
 
@@ -264,7 +274,7 @@ def attend_part(
         weight = backend.load(weight_ref.at[at], mask=at < end, other=0.0)
         return jnp.maximum(last, jnp.max(jnp.where(weight > 0, at + 1, 0)))
 
-    # Of a short part the queries come with the weights: one wait for the memory instead of two.
+    # A short part loads queries and weights together, and waits for memory once instead of twice.
     last = look(0, begin) if part <= width else jax.lax.fori_loop(0, pl.cdiv(part, width), look, begin)
 
     def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -273,8 +283,8 @@ def attend_part(
         span, inside = pl.ds(begin + i * block, block), at < slots
         weight = load(weight_ref, inside, span)
         live = weight > 0
-        if turned == "all":
-            cos_ref, sin_ref, _, place_ref = turn_refs
+        if rotated == "all":
+            cos_ref, sin_ref, _, place_ref = rotation_refs
             angle = (
                 jnp.clip(load(place_ref, inside, span), 0, slots - 1)[:, None],
                 jnp.arange(dim // 2, dtype=jnp.int32)[None],
@@ -291,7 +301,7 @@ def attend_part(
         peak = jnp.maximum(top, jnp.max(logits, axis=1))
         shrink = jnp.exp(top - peak)
         probs = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
-        # What a dead slot holds, NaN included, is not even read.
+        # Values of free slots, which can be NaN, are not read.
         values = backend.load(
             v_ref.at[span], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=jnp.zeros((), v_ref.dtype)
         )
@@ -307,6 +317,6 @@ def attend_part(
 
 
 def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    """Both halves of the channels of heads [R, H/2], rotated in float32."""
+    """Rotate heads [R, H/2], given as two halves of their channels, in float32."""
     a, b, cos, sin = (x.astype(jnp.float32) for x in (first, second, cos, sin))
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)

@@ -1,6 +1,7 @@
-"""Keys and values in a few bits, as attention reads them: codes of several slots in a byte, a scale and a zero per group of numbers.
+"""Quantised keys and values in the layout that attention reads: several slots' codes per byte, one scale and zero per
+group.
 
-How numbers become codes is in `kvjax.cache.packing`.
+`kvjax.cache.packing` quantises them.
 """
 
 from typing import Any, Literal
@@ -12,25 +13,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 Bits = Literal[2, 4, 8]
-"""Sizes of a code."""
+"""Bits per code."""
 
 BLOCK = 512
-"""Slots of a head that are unpacked at a time."""
+"""Slots of a head that are dequantised at a time."""
 
 Along = Literal["slots", "channels"]
-"""What a group of numbers runs along: slots of one channel, as keys have it, or channels of one slot, as values do."""
+"""Axis of the quantisation groups: slots of one channel (keys), or channels of one slot (values)."""
 
 
 @flax.struct.dataclass
 class Packed:
-    """Keys or values in a few bits. B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
+    """Quantised keys or values. B sequences, K KV heads, C slots, H head dim, n = 8 / bits codes per byte.
 
-    No array's rows are narrower than a head or the cache: a TPU would pad shorter ones to its 128 lanes, and copy them.
+    The last axis of every array is at least as long as a head or the cache. A TPU would pad shorter rows to its 128
+    lanes, and copy them.
 
     Attributes:
-        codes: levels of n neighbouring slots in one byte for each channel, the first slot's in the lowest bits.
+        codes: codes of n neighbouring slots per byte, for each channel. The first slot is in the lowest bits.
         scale, zero: of each group of g numbers: [B, K, C / g, H] along slots, [B, K, H / g, C] along channels.
-        along: what groups run along.
+        along: axis of the groups.
     """
 
     codes: UInt8[Array, "B K CN H"]
@@ -40,12 +42,12 @@ class Packed:
 
     @property
     def slot_axes(self) -> Any:
-        """Along which axis each array has slots, or what several of them have together."""
+        """The axis of slots, or of groups of slots, in each array, as a tree of this structure."""
         others = 2 if self.along == "slots" else 3
         return jax.tree.unflatten(jax.tree.structure(self), [2, others, others])
 
     def part(self, start: Any, size: int, bits: Bits) -> "Packed":
-        """`size` slots from `start` on; both multiples of the slots in a group and of those in a byte."""
+        """Return `size` slots from slot `start` on. Both must be multiples of the slots per group and per byte."""
         count = 8 // bits
         codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
         axis, group = 3, 1
@@ -58,14 +60,14 @@ class Packed:
 
 
 def split_codes(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
-    """Codes of neighbouring slots, a byte each."""
+    """Unpack the codes of neighbouring slots to one byte each."""
     mask = jnp.uint8(2**bits - 1)
     apart = jnp.stack([(codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
     return einops.rearrange(apart, "b k c n h -> b k (c n) h")
 
 
 def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
-    """The numbers again, in float32."""
+    """Dequantise to float32."""
     codes = split_codes(packed.codes, bits).astype(jnp.float32)
     scale, zero = (y.astype(jnp.float32) for y in (packed.scale, packed.zero))
     if packed.along == "slots":
@@ -78,7 +80,11 @@ def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:
 
 
 def blocks(size: int, group: int) -> tuple[int, int]:
-    """How many blocks of how many slots: whole groups, up to `BLOCK` slots, that divide a cache of `size`."""
+    """Split a cache of `size` slots into equal blocks of whole groups, of at most `BLOCK` slots if possible.
+
+    Returns:
+        The number of blocks, and the slots per block.
+    """
     groups = size // group
     most = max(BLOCK // group, 1)
     count = next(n for n in range(min(most, groups), 0, -1) if groups % n == 0)

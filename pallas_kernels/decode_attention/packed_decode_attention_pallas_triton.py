@@ -1,10 +1,16 @@
-"""Decode attention over keys and values in a few bits for GPUs, as a Triton kernel: what is read of them is their bits.
+"""Triton kernel of `packed_decode_attention`: it reads the quantised codes, not dequantised copies.
 
-Slots are divided among programs as in `decode_attention_pallas_triton`, whose second body joins the parts. A program reads the bytes of a
-block of slots, n of which share a byte, and walks the block in n turns: the slots in the lowest bits, those in the next, and so on, so that
-nothing is put in order. The matrix units multiply by the codes alone: a key's scales, which its group of tokens shares, go to the queries, one
-set of queries for each group of the block; a value's go to its share of the softmax, one share for each group of channels. Sums with zeros are
-added. The latest slots, whose numbers are exact, have a program of their own.
+Slots are split among programs as in `decode_attention_pallas_triton`, whose second kernel combines the parts. A program
+reads a block of bytes, each with the codes of n slots. It then loops over the n bit positions, so that codes are never
+reordered.
+
+The matrix units multiply by the codes alone:
+
+- The scales of keys are multiplied into the queries: one set of queries per group of tokens in the block.
+- The scales of values are multiplied into the softmax shares: one set of shares per group of channels.
+- The zeros contribute separate sums.
+
+One more program attends over the latest slots, which are not quantised.
 """
 
 import functools
@@ -24,27 +30,23 @@ from .packed import Bits
 from .types import PackedSlots
 
 LEAST = 16
-"""Slots that the matrix units take at a time, at least."""
+"""Minimum number of slots per matmul."""
 
 LATE = 32
-"""Exact slots that are read at a time."""
+"""Latest slots that are read at a time."""
 
 
 def unsupported_reason(q: Array, slots: PackedSlots, visible: Array, *, bits: Bits, **_: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim, kv_heads, size = q.shape[-1], *visible.shape[1:]
     if reason := triton_unsupported(dim=dim, group=q.shape[1] // kv_heads):
         return reason
     types = {x.dtype for x in (q, slots.k_recent, slots.v_recent)}
     if len(types) > 1 or types.isdisjoint(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")):
-        return (
-            f"queries and exact keys and values are {', '.join(sorted(str(x) for x in types))}, not one type of floats"
-        )
+        return f"queries and recent keys and values are {', '.join(sorted(str(x) for x in types))}, not one float type"
     tokens, channels = size // slots.k.scale.shape[2], dim // slots.v.scale.shape[2]
     if tokens & (tokens - 1) or tokens < 8 // bits:
-        return (
-            f"groups of {tokens} tokens are not a power of two of at least the {8 // bits} whose numbers share a byte"
-        )
+        return f"groups of {tokens} tokens are not a power of two of at least the {8 // bits} tokens that share a byte"
     if channels & (channels - 1):
         return f"groups of {channels} channels are not a power of two"
     return None
@@ -60,11 +62,11 @@ def packed_decode_attention(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Float[Array, "B N H"]:
-    """Softmax attention over packed slots; see the public function.
+    """Softmax attention over quantised slots; see the public function.
 
     Args:
-        sizes: `block` slots read at a time, `splits` programs per head besides the one of the latest slots, `warps` and `stages` of each,
-            instead of the tuned ones.
+        sizes: `block` (slots read at a time), `splits` (programs per head, without that of the latest slots), `warps`
+            and `stages`, instead of the tuned sizes.
     """
     batch, kv_heads, size = visible.shape
     sizes = sizes or _sizes(batch * kv_heads, size, q.shape[-1], bits, q.dtype)
@@ -85,7 +87,7 @@ def _attend(
     warps: int,
     stages: int,
 ) -> Float[Array, "B N H"]:
-    """The kernels, traced and lowered once for all layers of one shape."""
+    """Call the kernels. They are traced and lowered once for all layers of one shape."""
     batch, heads, dim = q.shape
     kv_heads, size = visible.shape[1:]
     fold, group = batch * kv_heads, heads // kv_heads
@@ -144,9 +146,11 @@ def _attend(
 
 
 def _sizes(fold: int, size: int, dim: int, bits: int, dtype: Any) -> dict[str, int]:
-    """Block sizes for `fold` rows × KV heads: some 512 programs of at least one block, of as many slots as registers take.
+    """Return block sizes for `fold` sequences × KV heads.
 
-    Compiled for an H200, a turn of 32 slots of 128 channels in 16 bits takes the fewest instructions per number that do not spill. Not timed.
+    The default is about 512 programs with at least one block each, which has as many slots as fit in registers.
+    Compiled for an H200, 32 slots of 128 channels in 16 bits per bit position take the fewest instructions per number
+    without spilling. These sizes have not been timed.
     """
     block = max(LEAST, min(32, 8192 // (dim * jnp.dtype(dtype).itemsize))) * (8 // bits)
     splits = max(1, min(512 // fold, size // block))
@@ -178,16 +182,22 @@ def _attend_part(
     part: int,
     splits: int,
 ) -> None:
-    """One part of one head, the last of which is that of the latest slots: unnormalised values, the largest logit, and the sum of exponentials.
+    """Attend over one part of one head: unnormalised values, the largest logit, and the sum of exponentials.
+
+    The last part is that of the latest slots.
 
     Args:
-        number: which part it is.
-        part: slots of all parts but the last.
+        number: index of the part.
+        bits: bits per code.
+        scale: factor on the logits.
+        block: slots read at a time.
+        part: slots per part, except the last.
+        splits: number of parts, without the last.
     """
     q, (group, dim) = q_ref[...], q_ref.shape
     count, mask, size = 8 // bits, 2**bits - 1, visible_ref.shape[0]
     tokens, groups = size // k_scale.shape[0], v_scale.shape[0]
-    together = min(tokens, block)  # tokens of one group in a block
+    together = min(tokens, block)  # tokens of one group per block
     sharing, rows = block // together, block // count
     channel = jnp.arange(dim, dtype=jnp.int32)[None]
     k_packed, filled = k_packed_ref[0], next_ref[0]
@@ -195,11 +205,11 @@ def _attend_part(
     even = size % block == 0
 
     def within(at: Array, end: int) -> Array:
-        """Places of a block that may reach beyond the last slot."""
+        """Clip the indices of a block that can extend past the last slot."""
         return at if even else jnp.minimum(at, end - 1)
 
     def softmax(logits: Array, live: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
-        """What shares of new slots are, what those before shrink by, and the running maximum and sum."""
+        """Return the new slots' shares, the factor on previous shares, and the running maximum and sum."""
         logits = jnp.where(live, logits * scale, MASKED)
         peak = jnp.maximum(top, jnp.max(logits, axis=1))
         shrink = jnp.exp(top - peak)
@@ -222,23 +232,23 @@ def _attend_part(
         key_scale, key_zero = (
             backend.load(x.at[of_keys, channel]).astype(jnp.float32)[:, None] for x in (k_scale, k_zero)
         )
-        asking = (wide[None] * key_scale).reshape(sharing * group, dim).astype(q.dtype)
+        scaled_queries = (wide[None] * key_scale).reshape(sharing * group, dim).astype(q.dtype)
         added = jnp.sum(wide[None] * key_zero, axis=2)
-        for turn in range(count):
-            slot = first + turn + count * jnp.arange(rows, dtype=jnp.int32)
+        for position in range(count):
+            slot = first + position + count * jnp.arange(rows, dtype=jnp.int32)
             at = within(slot, size)
             live = (slot < stop) & (backend.load(visible_ref.at[at]) > 0)
-            logits = dot(asking, _codes(keys, turn * bits, mask, q.dtype), 1).reshape(sharing, group, rows)
+            logits = dot(scaled_queries, _codes(keys, position * bits, mask, q.dtype), 1).reshape(sharing, group, rows)
             logits = jnp.sum(jnp.where(mine, logits + added[:, :, None], 0.0), axis=0)
             share, shrink, top, total = softmax(logits, live, top, total)
-            # What the scales of a slot that does not count are, NaN included, is not even read.
+            # Scales of masked slots, which can be NaN, are not read.
             there = jnp.broadcast_to(live[None], (groups, rows))
             value_scale, value_zero = (
                 backend.load(x.at[which, at[None]], mask=there, other=jnp.zeros((), x.dtype)).astype(jnp.float32)
                 for x in (v_scale, v_zero)
             )
             weights = (value_scale[:, None] * share[None]).reshape(groups * group, rows).astype(q.dtype)
-            sums = dot(weights, _codes(values, turn * bits, mask, q.dtype), 0).reshape(groups, group, dim)
+            sums = dot(weights, _codes(values, position * bits, mask, q.dtype), 0).reshape(groups, group, dim)
             acc = acc * shrink[None, :, None] + sums
             zeros = zeros * shrink[None] + jnp.sum(value_zero[:, None] * share[None], axis=2)
         return acc, zeros, top, total
@@ -252,7 +262,7 @@ def _attend_part(
         place = jax.lax.rem(at, k_recent.shape[0])[:, None], jax.lax.rem(at, v_recent.shape[0])[:, None]
         keys = backend.load(k_recent.at[place[0], channel], mask=own, other=jnp.zeros((), k_recent.dtype))
         values = backend.load(v_recent.at[place[1], channel], mask=there, other=jnp.zeros((), v_recent.dtype))
-        # Some whose values are exact have their keys packed.
+        # Some of the slots with unquantised values have quantised keys.
         codes = backend.load(k_codes.at[(at // count)[:, None], channel]).astype(jnp.int32)
         key_scale, key_zero = (
             backend.load(x.at[(at // tokens)[:, None], channel]).astype(jnp.float32) for x in (k_scale, k_zero)
@@ -276,5 +286,5 @@ def _attend_part(
 
 
 def _codes(joined: Array, shift: Any, mask: int, dtype: Any) -> Float[Array, "R H"]:
-    """One code of each byte, exact in any type of floats."""
+    """Extract one code from each byte. Codes are exact in every float type."""
     return ((joined >> shift) & mask).astype(dtype)

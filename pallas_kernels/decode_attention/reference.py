@@ -1,4 +1,4 @@
-"""Decode attention in plain XLA."""
+"""XLA reference of decode attention, and the attention variants that have no kernel."""
 
 import math
 
@@ -23,7 +23,7 @@ def decode_attention(
     rotation: Rotation | None = None,
     probs: bool = False,
 ) -> Attended:
-    """Softmax attention of rotated queries over cache slots; see the public function."""
+    """Softmax attention over cache slots; see the public function."""
     q = heads_of(q) if rotation is None else rotation.queries(parts_of(q)[0])
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -62,18 +62,18 @@ def ragged_attention(
     scale: float,
     visible: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B N H"]:
-    """Softmax attention over a store of S slots, of which each KV head has a segment of its own.
+    """Softmax attention over a store of S slots in which each KV head has its own segment.
 
-    Query head n reads the slots from `start` up to `stop` of KV head n // (N / K). The store is read once, whatever the sizes of
-    the segments: nothing is padded to the longest. Each slot meets the queries of all heads and those of other heads are
-    masked, so there is K times the arithmetic of the attention proper, which on a GPU or TPU takes less time than the reading.
+    Query head n reads slots `start` to `stop` of KV head n // (N / K). The store is read once and never padded,
+    whatever the lengths of the segments. Every slot is multiplied with the queries of all heads, and other heads' slots
+    are masked. This is K times the necessary arithmetic, which takes less time on a GPU or TPU than reading the store.
 
     Args:
         q: queries, rotated.
-        k, v: the store, keys rotated. What is in no segment, NaN included, cannot reach the output.
-        start, stop: each KV head's segment.
+        k, v: the store; keys are rotated. Slots outside all segments, even with NaN, do not reach the output.
+        start, stop: segment of each KV head.
         scale: factor on the logits, usually H ** -0.5.
-        visible: slots that may be attended to at all; None for all of them.
+        visible: slots that may be attended to; None for all slots.
 
     Returns:
         The attended values in the dtype of `q`; zeros for a head that has nothing to attend to.
@@ -91,13 +91,13 @@ def partial_ragged_attention(
     scale: float,
     visible: Bool[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """`ragged_attention` over a part of the store, with what is needed to put parts together.
+    """Compute `ragged_attention` over a part of the store, with the log-sum-exp needed to combine parts.
 
     Args:
         q, k, v, start, stop, scale, visible: as for `ragged_attention`.
 
     Returns:
-        The attended values, and the logarithms of the sums of exponentials, -inf for a head that has nothing to attend to.
+        The attended values, and the log-sum-exp of the logits, -inf for a head that has nothing to attend to.
     """
     batch, heads, dim = q.shape
     kv_heads = start.shape[1]
@@ -122,7 +122,7 @@ def partial_ragged_attention(
 def packed_decode_attention(
     q: Float[Array, "B N H"], slots: PackedSlots, visible: Bool[Array, "B K C"], *, bits: Bits, scale: float
 ) -> Float[Array, "B N H"]:
-    """Softmax attention over packed slots, of which a block at a time is unpacked; see the public function."""
+    """Softmax attention over quantised slots, dequantised block by block; see the public function."""
     packed, latest, late = packed_and_latest(slots, visible)
     return partial_packed_attention(q, slots, packed, latest, late, bits=bits, scale=scale)[0]
 
@@ -130,14 +130,22 @@ def packed_decode_attention(
 def packed_and_latest(
     slots: PackedSlots, visible: Bool[Array, "B K C"]
 ) -> tuple[Bool[Array, "B K C"], Int[Array, "B K E"], Bool[Array, "B K E"]]:
-    """What `partial_packed_attention` takes: packed slots that count, the latest slots, and which of these count."""
+    """Split the visible slots into the arguments of `partial_packed_attention`.
+
+    Args:
+        slots: quantised keys and values.
+        visible: which of the filled slots are attended to.
+
+    Returns:
+        Which quantised slots are attended to, the indices of the E latest slots, and which of those are attended to.
+    """
     latest = _latest(slots)
     late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
     return visible & (jnp.arange(visible.shape[-1], dtype=jnp.int32) < latest[..., :1]), latest, late
 
 
 def _latest(slots: PackedSlots) -> Int[Array, "B K E"]:
-    """Slots from the first on whose value is exact, as many as there are exact values."""
+    """Return the indices of the E slots from the first one with an unquantised value on."""
     recent = slots.v_recent.shape[2]
     return jnp.maximum(slots.next - recent, 0)[..., None] + jnp.arange(recent, dtype=jnp.int32)
 
@@ -152,16 +160,19 @@ def partial_packed_attention(
     bits: Bits,
     scale: float,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """Softmax attention over a part of the packed slots, such as a device has.
+    """Softmax attention over a part of the quantised slots, such as one device's shard.
 
     Args:
-        slots: of keys and values in few bits, the part's.
-        visible: packed slots of the part that count, see `packed_and_latest`.
-        places: where the latest slots are in the part; beyond its end those that are elsewhere.
-        late: which of the latest count, wherever they are.
+        q: queries, rotated.
+        slots: quantised keys and values of the part, and the latest slots.
+        visible: quantised slots of the part that are attended to; see `packed_and_latest`.
+        places: index of each of the latest slots in the part; out of range if it is in another part.
+        late: which of the latest slots are attended to, in whatever part they are.
+        bits: bits per code.
+        scale: factor on the logits, usually H ** -0.5.
 
     Returns:
-        The attended values, and the logarithms of the sums of exponentials, -inf where nothing counts.
+        The attended values, and the log-sum-exp of the logits, -inf for a head that has nothing to attend to.
     """
     _, kv_heads, size = visible.shape
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
@@ -176,11 +187,13 @@ def partial_packed_attention(
 
     logits = jax.lax.fori_loop(0, count, write, jnp.zeros((*grouped.shape[:3], size), jnp.float32))
 
-    # The latest R + 1 slots apart: their values are exact, and the keys of those that are not packed yet.
+    # The latest slots are separate: their values are unquantised, and so are the keys that are not yet quantised.
     latest = _latest(slots)
 
     def among_latest(x: Float[Array, "B K G C"]) -> Float[Array, "B K G E"]:
-        """The latest slots' part, number by number: for slices a compiler would lay out all of it anew."""
+        """Gather the latest slots element by element. Slices would make the compiler change the layout of the whole
+        array.
+        """
         rows, heads, others = jnp.ix_(*(jnp.arange(n, dtype=jnp.int32) for n in x.shape[:3]))
         return x.at[rows[..., None], heads[..., None], others[..., None], places[:, :, None]].get(mode="clip")
 

@@ -1,6 +1,6 @@
-"""Attention over divided heads for GPUs, as a Triton kernel: the parts of all caches in one grid.
+"""Triton kernel of `sharded_decode_attention`: the parts of all caches in one grid.
 
-What a program does is what it does in `decode_attention`; which cache, head and part it is for, it finds by its number.
+Every program does the work of a program of `decode_attention`. It derives its cache, head and part from its index.
 """
 
 import dataclasses
@@ -16,23 +16,23 @@ from jaxtyping import Array, Float
 from ..head_shards import head_at, is_among, place_among
 from ..rotary import DeferredRope, parts_of
 from ..triton import triton_call
-from . import decode_attention_pallas_triton as undivided
+from . import decode_attention_pallas_triton as unsharded
 from .types import CacheShard
 
 PROGRAMS = 512
-"""At most, so that all are on the device at once."""
+"""Maximum number of programs, so that all run on the device at once."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Programs of one cache: for each row and head of it some, which have a part of its slots each.
+class ShardPrograms:
+    """The programs of one cache: one per sequence, head and part of its slots.
 
     Attributes:
-        heads: of the layer, that it has.
-        rows, layer_heads: of the layer.
-        slots: its capacity.
-        parts: of a head.
-        begin: the first program.
+        heads: KV heads of the layer that are in this cache.
+        rows, layer_heads: sequences and KV heads of the layer.
+        slots: capacity of the cache.
+        parts: parts per head.
+        begin: index of the first program.
     """
 
     heads: tuple[int, ...]
@@ -44,34 +44,38 @@ class Share:
 
     @property
     def end(self) -> int:
-        """The program after the last."""
+        """The index after the last program."""
         return self.begin + self.rows * len(self.heads) * self.parts
 
     def here(self, program: Any) -> tuple[Any, Any]:
-        """Row and head of the cache, as one number, and part, of a program; some that exist if the program is another cache's."""
+        """Return a program's index of (sequence, head) in the cache, and its part. They are clipped for other caches'
+        programs.
+        """
         number = jax.lax.clamp(0, program - self.begin, self.end - self.begin - 1)
         return number // self.parts, number % self.parts
 
     def row(self, program: Any) -> Any:
-        """The program's row."""
+        """Return a program's sequence."""
         return self.here(program)[0] // len(self.heads)
 
-    def asking(self, program: Any) -> Any:
-        """Its row and head of the layer, as one number."""
+    def layer_index(self, program: Any) -> Any:
+        """Return a program's index of (sequence, head) in the layer."""
         place = self.here(program)[0] % len(self.heads)
         return self.row(program) * self.layer_heads + head_at(place, self.heads)
 
     def of_layer(self, number: Any) -> Any:
-        """Row and head of the cache where they are this row and head of the layer; some that exist if the cache has not that head."""
+        """Return the cache's index of (sequence, head), given that of the layer. It is clipped if the cache does not
+        have the head.
+        """
         row, head = number // self.layer_heads, number % self.layer_heads
         return jax.lax.min(row * len(self.heads) + place_among(head, self.heads), self.rows * len(self.heads) - 1)
 
 
 def unsupported_reason(q: Array | DeferredRope, caches: Sequence[CacheShard], **_: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
-    group = parts_of(q)[0].shape[1] // sum(len(held.heads) for held in caches)
-    for held in caches:
-        if reason := undivided.unserved(group, held.k, None):
+    """Return why this kernel does not support a case, or None if it does."""
+    group = parts_of(q)[0].shape[1] // sum(len(cache.heads) for cache in caches)
+    for cache in caches:
+        if reason := unsharded.unsupported(group, cache.k, None):
             return reason
     return None
 
@@ -84,23 +88,24 @@ def sharded_decode_attention(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Float[Array, "B N H"]:
-    """Attention of each head over its cache; see the public function.
+    """Attend with each head over its cache; see the public function.
 
     Args:
-        sizes: `block` slots read at a time, blocks of a `part`, `warps` and `stages` of each program, instead of the usual ones.
+        sizes: `block` (slots read at a time), `part` (blocks per program), `warps` and `stages`, instead of the default
+            sizes.
     """
-    # What does not fit at once then waits for its turn with short parts.
-    caches = sorted(caches, key=lambda held: -held.k.shape[2])
-    arrays = [(held.k, held.v, held.weight) for held in caches]
-    sizes = sizes or _sizes([held.k for held in caches])
-    heads = tuple(tuple(held.heads) for held in caches)
+    # Longest cache first: programs that do not fit on the device at once then have short parts.
+    caches = sorted(caches, key=lambda cache: -cache.k.shape[2])
+    arrays = [(cache.k, cache.v, cache.weight) for cache in caches]
+    sizes = sizes or _sizes([cache.k for cache in caches])
+    heads = tuple(tuple(cache.heads) for cache in caches)
     return _attend(q, arrays, heads=heads, scale=scale, interpret=interpret, **sizes)
 
 
 def _sizes(keys: Sequence[Array]) -> dict[str, int]:
-    """Parts of as few blocks as there are programs for; of two halves if one would do."""
+    """Return sizes for about `PROGRAMS` programs at most. A part of one block is split into two halves."""
     dim, dtype = keys[0].shape[-1], keys[0].dtype
-    block = undivided.block_size(min(k.shape[2] for k in keys), dim, dtype)
+    block = unsharded.block_size(min(k.shape[2] for k in keys), dim, dtype)
     blocks = sum(k.shape[0] * k.shape[1] * -(-k.shape[2] // block) for k in keys)
     part = -(-blocks // PROGRAMS)
     if part == 1 and block > 16:
@@ -121,61 +126,61 @@ def _attend(
     warps: int,
     stages: int,
 ) -> Float[Array, "B N H"]:
-    """The kernels, traced and lowered once for all layers of one shape."""
-    unturned, *tables = parts_of(q)
-    batch, count, dim = unturned.shape
+    """Call the kernels. They are traced and lowered once for all layers of one shape."""
+    unrotated, *tables = parts_of(q)
+    batch, count, dim = unrotated.shape
     kv_heads = sum(map(len, heads))
     group, part = count // kv_heads, part * block
-    queries = unturned.reshape(batch * kv_heads, group, dim)
+    queries = unrotated.reshape(batch * kv_heads, group, dim)
 
-    shares, inputs, specs, shapes, out_specs, joined, end = [], [], [], [], [], [], 0
+    shards, inputs, specs, shapes, out_specs, joined, end = [], [], [], [], [], [], 0
     for (k, v, weight), mine in zip(caches, heads, strict=True):
         slots = k.shape[2]
-        share = Share(mine, batch, kv_heads, slots, -(-slots // part), end)
-        end = share.end
-        shares.append(share)
+        shard = ShardPrograms(mine, batch, kv_heads, slots, -(-slots // part), end)
+        end = shard.end
+        shards.append(shard)
         inputs += [queries, *(x.reshape(-1, *x.shape[2:]) for x in (k, v, weight)), *tables]
         specs += [
-            pl.BlockSpec((None, group, dim), lambda p, share=share: (share.asking(p), 0, 0)),
-            *(pl.BlockSpec((None, slots, dim), lambda p, share=share: (share.here(p)[0], 0, 0)) for _ in "kv"),
-            pl.BlockSpec((None, slots), lambda p, share=share: (share.here(p)[0], 0)),
-            *(pl.BlockSpec((1, dim // 2), lambda p, share=share: (share.row(p), 0)) for _ in tables),
+            pl.BlockSpec((None, group, dim), lambda p, shard=shard: (shard.layer_index(p), 0, 0)),
+            *(pl.BlockSpec((None, slots, dim), lambda p, shard=shard: (shard.here(p)[0], 0, 0)) for _ in "kv"),
+            pl.BlockSpec((None, slots), lambda p, shard=shard: (shard.here(p)[0], 0)),
+            *(pl.BlockSpec((1, dim // 2), lambda p, shard=shard: (shard.row(p), 0)) for _ in tables),
         ]
-        for rest in ((dim,), (), ()):  # values, the largest logit, and the sum of exponentials
+        for rest in ((dim,), (), ()):  # values, largest logit, sum of exponentials
             nothing = (0,) * len(rest)
-            shapes.append(jax.ShapeDtypeStruct((batch * len(mine), share.parts, group, *rest), jnp.float32))
+            shapes.append(jax.ShapeDtypeStruct((batch * len(mine), shard.parts, group, *rest), jnp.float32))
             of_part = pl.BlockSpec(
-                (None, None, group, *rest), lambda p, share=share, nothing=nothing: (*share.here(p), 0, *nothing)
+                (None, None, group, *rest), lambda p, shard=shard, nothing=nothing: (*shard.here(p), 0, *nothing)
             )
             of_head = pl.BlockSpec(
-                (None, share.parts, None, *rest),
-                lambda p, g, share=share, nothing=nothing: (share.of_layer(p), 0, g, *nothing),
+                (None, shard.parts, None, *rest),
+                lambda p, g, shard=shard, nothing=nothing: (shard.of_layer(p), 0, g, *nothing),
             )
             out_specs.append(of_part)
             joined.append(of_head)
     each = 4 + len(tables)
 
     def body(*refs: Any) -> None:
-        program, outs = pl.program_id(0), refs[each * len(shares) :]
-        for i, share in enumerate(shares):
+        program, outs = pl.program_id(0), refs[each * len(shards) :]
+        for i, shard in enumerate(shards):
             attend_part = functools.partial(
-                undivided.attend_part,
+                unsharded.attend_part,
                 *refs[each * i : each * (i + 1)],
                 *outs[3 * i : 3 * (i + 1)],
-                number=share.here(program)[1],
+                number=shard.here(program)[1],
                 scale=scale,
                 block=block,
                 part=part,
-                slots=share.slots,
-                turned="queries" if tables else "nothing",
+                slots=shard.slots,
+                rotated="queries" if tables else "nothing",
             )
-            pl.when((program >= share.begin) & (program < share.end))(attend_part)
+            pl.when((program >= shard.begin) & (program < shard.end))(attend_part)
 
     def join(*refs: Any) -> None:
         head = pl.program_id(0) % kv_heads
-        for i, share in enumerate(shares):
-            join_parts = functools.partial(undivided.join_parts, *refs[3 * i : 3 * (i + 1)], *refs[-2:])
-            pl.when(is_among(head, share.heads))(join_parts)
+        for i, shard in enumerate(shards):
+            join_parts = functools.partial(unsharded.join_parts, *refs[3 * i : 3 * (i + 1)], *refs[-2:])
+            pl.when(is_among(head, shard.heads))(join_parts)
 
     results = triton_call(
         body,
@@ -197,7 +202,7 @@ def _attend(
             pl.BlockSpec((None, 1), lambda p, g: (p, g)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(queries.shape, unturned.dtype),
+            jax.ShapeDtypeStruct(queries.shape, unrotated.dtype),
             jax.ShapeDtypeStruct(queries.shape[:2], jnp.float32),
         ],
         warps=4,
@@ -205,4 +210,4 @@ def _attend(
         interpret=interpret,
         name="sharded_decode_attention_join",
     )(*results)
-    return out.reshape(unturned.shape)
+    return out.reshape(unrotated.shape)

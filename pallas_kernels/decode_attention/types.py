@@ -1,4 +1,4 @@
-"""What decode attention takes besides queries and cache, and what it gives."""
+"""Argument and result types of decode attention."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from .packed import Packed
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding by places that may change from step to step, applied to queries and cached keys while they are read.
+    """Rotary embedding applied to queries and cached keys as they are read, by positions that can change at every step.
 
     Channel i of the first half of a head pairs with channel i of the second half, as in Llama.
 
     Attributes:
-        place: by how many positions each slot's key is rotated, at least 0 and below C.
-        query: by how many the queries of each KV head are, likewise.
+        place: position by which each slot's key is rotated, at least 0 and below C.
+        query: position by which the queries of each KV head are rotated, in the same range.
         inv_freq: angle per position of each channel pair, in radians.
         amplitude: factor on cosine and sine.
     """
@@ -27,25 +27,28 @@ class Rotation(NamedTuple):
     amplitude: float = 1.0
 
     def tables(self) -> tuple[Float[Array, "C R"], Float[Array, "C R"]]:
-        """Cosine and sine of every pair's angle at each place, in float32: C sines instead of one for every row and head."""
+        """Return cosine and sine of each pair's angle at every position, in float32.
+
+        The tables need C sines per pair, instead of one per sequence, head and slot.
+        """
         angle = jnp.arange(self.place.shape[-1], dtype=jnp.float32)[:, None] * self.inv_freq
         return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
 
     def queries(self, q: Float[Array, "B N H"]) -> Float[Array, "B N H"]:
-        """`q`, rotated."""
+        """Return `q`, rotated."""
         place = jnp.repeat(self.query, q.shape[1] // self.query.shape[1], axis=1)
         cos, sin = (jnp.take(table, place, axis=0, mode="clip") for table in self.tables())
         return rotate_halves(q, cos, sin)
 
 
 class Attended(NamedTuple):
-    """Attention of one query per row over a cache.
+    """Result of the attention of one query per sequence over a cache.
 
     Attributes:
-        out: attended values, in the dtype of the queries; zeros where nothing is live.
-        logsumexp: of each query head's logits, in float32; -inf where nothing is live. Attention over two caches is their
-            results weighted by its exponential.
-        probs: each slot's probability, averaged over the query heads of its group, in float32; None unless asked for.
+        out: attended values, in the dtype of the queries; zeros for heads without live slots.
+        logsumexp: log-sum-exp of each query head's logits, in float32; -inf without live slots. To combine attention
+            over two caches, weight their outputs by exp(logsumexp) and normalise.
+        probs: each slot's probability, averaged over the query heads of its group, in float32; None unless requested.
     """
 
     out: Float[Array, "B N H"]
@@ -54,12 +57,12 @@ class Attended(NamedTuple):
 
 
 class CacheShard(NamedTuple):
-    """What one of the caches holds.
+    """One of several caches among which a layer's KV heads are divided.
 
     Attributes:
         k, v: rotated keys, and values.
-        weight: multiplicity of each slot, 0 where free.
-        heads: which of the layer's KV heads they are of.
+        weight: number of tokens that each slot represents, 0 for free slots.
+        heads: indices of this cache's KV heads in the layer.
     """
 
     k: Float[Array, "B K C H"]
@@ -69,17 +72,17 @@ class CacheShard(NamedTuple):
 
 
 class PackedSlots(NamedTuple):
-    """Keys and values in a few bits, but for the latest, which are exact. Slots are filled from the left.
+    """Quantised keys and values, with the latest slots unquantised. Slots are filled in order.
 
-    The exact key of slot s is at place s mod R, and its exact value at s mod E.
+    The unquantised key of slot s is at index s mod R, and its unquantised value at s mod E.
 
     Attributes:
-        k: rotated keys, in groups along slots; those of the first `k_packed` slots count.
-        v: values, in groups along channels; those but for the latest E count.
-        k_recent: exact keys of the slots from `k_packed` on, at most R.
-        v_recent: exact values of the latest E slots, of no fewer than have exact keys.
-        k_packed: slots whose keys are packed.
-        next: slots that are filled.
+        k: quantised rotated keys, in groups along slots. Valid for the first `k_packed` slots.
+        v: quantised values, in groups along channels. Valid for all slots but the latest E.
+        k_recent: unquantised keys of the slots from `k_packed` on, at most R.
+        v_recent: unquantised values of the latest E slots, which include all slots with unquantised keys.
+        k_packed: number of slots whose keys are quantised.
+        next: number of filled slots.
     """
 
     k: Packed

@@ -1,8 +1,9 @@
-"""Attention of one new query per row over slots that each head selects from a large cache, and the fetching of such slots
-from a cache in the host's memory.
+"""Attention of one new query per sequence over slots that each head selects, and loads of selected slots from host
+memory.
 
-Once JAX drops Pallas' Triton backend: Mosaic GPU on Hopper and later for pages, which its copy engine brings whole;
-XLA's gather for single slots and elsewhere. For slots in the host's memory a body in Mosaic GPU, too, which may read them in place as well.
+If JAX removes Pallas' Triton backend, Mosaic GPU can replace `gather_attention` for pages on Hopper and later GPUs: TMA
+copies them whole. Single slots, and other GPUs, then use XLA's gather. `fetch_slots` can be written in Mosaic GPU,
+which can also read host memory in place.
 """
 
 from .api import fetch_slots as fetch_slots

@@ -1,4 +1,4 @@
-"""The public function, and the choice of who computes it."""
+"""Public functions. Each `Op` picks a kernel or XLA."""
 
 from collections.abc import Sequence
 
@@ -31,30 +31,31 @@ def gather_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Attended:
-    """Softmax attention of each head over the slots that it selected, which are read where they are and never copied together.
+    """Softmax attention of each head over the slots that it selected. They are read in place, without a gathered copy.
 
-    R heads select, K <= R <= N: query head n attends to what head n // (N / R) selected, which reads from KV head n // (N / K).
-    A slot selected twice counts twice.
+    R heads select slots, K <= R <= N. Query head n attends to the selection n // (N / R), in KV head n // (N / K). A
+    slot that is selected twice counts twice.
 
     Args:
         q: queries, rotated or `DeferredRope`.
-        k, v: the cache, keys rotated.
-        index: slots, or with `page` > 1 pages: page p is the slots from p · page up to (p + 1) · page. All exist, those that are not
-            meant too.
-        live: which of the pages are meant, or which of the P · page slots in them; what the others hold, NaN included, cannot
+        k, v: cached keys (rotated) and values.
+        index: selected slots. If `page` > 1, selected pages: page p is slots p · page to (p + 1) · page. All indices
+            must be in range, also those that `live` masks.
+        live: mask of the selected pages, or of their P · page slots. The contents of masked slots, even NaN, do not
             reach the output.
         scale: factor on the logits, usually H ** -0.5.
-        page: slots to a page, a divisor of C.
-        tokens: slots from there on are not meant, though their page may be.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        page: slots per page, a divisor of C.
+        tokens: number of tokens per sequence. Slots after them are masked, even in a selected page.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        As `decode_attention` does, without `probs`.
+        As `decode_attention`, without `probs`.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
-        ValueError: heads, or `index`, `live` and `page`, do not fit together.
+        Unsupported: the requested implementation does not support this case.
+        ValueError: the numbers of heads, or `index`, `live` and `page`, do not match.
     """
     heads, selecting, kv_heads = parts_of(q)[0].shape[1], index.shape[1], k.shape[1]
     if heads % selecting or selecting % kv_heads:
@@ -81,24 +82,25 @@ def fetch_slots(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> list[Array]:
-    """Slots of several stores, where they are missing from what is there already.
+    """Load the missing slots from several stores, for example from a cache in host memory.
 
-    A kernel reads the missing slots alone, wherever the stores lie: an NVIDIA GPU has pinned memory of the host in its own address space, so
-    that of a store there only these slots travel, and neither is the store moved first nor does the host do anything.
+    The kernel reads only the missing slots, in whatever memory the stores are. An NVIDIA GPU maps pinned host memory
+    into its own address space. Only these slots then cross the bus, and the host does nothing.
 
     Args:
-        stores: of one shape and type. Those in host memory need a kernel.
-        index: which slots, for each of N heads, of which N / K in turn read from one KV head. All exist.
-        missing: which of them to read.
-        got: what to return of the others; written in place where it is not used again.
-        implementation: "auto" takes the device's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        stores: arrays of one shape and dtype. Those in host memory require a kernel.
+        index: slots to load for each of N heads. N / K consecutive heads read from one KV head. All indices must be in
+            range.
+        missing: which of the slots to load.
+        got: values to return for the other slots, overwritten in place if they are not used again.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        For each store [B, N, F, H], in the device's memory.
+        One array [B, N, F, H] per store, in device memory.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     return _FETCH(stores, index, missing, got, implementation=implementation, interpret=interpret)
 
@@ -109,5 +111,5 @@ def reads_host_memory(
     missing: Bool[Array, "B N F"],
     got: Sequence[Float[Array, "B N F H"]],
 ) -> bool:
-    """Whether `fetch_slots` takes a kernel for this, hence stores in the host's memory."""
+    """Return whether `fetch_slots` uses a kernel for these arguments, so that the stores can be in host memory."""
     return _FETCH.kernel(stores, index, missing, got) is not None

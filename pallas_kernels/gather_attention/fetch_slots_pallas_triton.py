@@ -1,7 +1,7 @@
-"""Missing slots for GPUs, as a Triton kernel: one program per run of slots, which loads those that are missing and nothing else.
+"""Triton kernel of `fetch_slots`: one program per run of slots, which loads only the missing ones.
 
-A store may lie in pinned host memory. XLA hands such an operand to a kernel as it is, and loads from it go over the bus: a slot of
-128 channels in bfloat16 is two requests of 128 bytes, and enough programs run at once to keep the bus busy.
+A store can be in pinned host memory. XLA passes such an operand to the kernel unchanged, and loads from it cross the
+bus. A slot of 128 bfloat16 channels is two requests of 128 bytes. Enough programs run at once to saturate the bus.
 """
 
 import functools
@@ -16,18 +16,18 @@ from jaxtyping import Array
 from ..triton import backend, triton_call, triton_unsupported
 
 RUN = 16
-"""Slots of a program."""
+"""Slots per program."""
 
 
 def unsupported_reason(stores: Sequence[Array], index: Array, missing: Array, got: Sequence[Array]) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     return triton_unsupported(dim=stores[0].shape[-1])
 
 
 def fetch_slots(
     stores: Sequence[Array], index: Array, missing: Array, got: Sequence[Array], *, interpret: bool = False
 ) -> list[Array]:
-    """Slots of each store; see the public function."""
+    """Load the missing slots of each store; see the public function."""
     rows, heads = index.shape[:2]
     folded = [x.reshape(-1, *x.shape[2:]) for x in stores]
     found = _call(
@@ -42,7 +42,10 @@ def fetch_slots(
 
 @functools.partial(jax.jit, static_argnames=("each", "interpret"))
 def _call(index: Array, stores: list[Array], got: list[Array], *, each: int, interpret: bool) -> list[Array]:
-    """The kernel, traced and lowered once for all layers of one shape; `each` entries of `index` are of one head of the stores."""
+    """Call the kernel. It is traced and lowered once for all layers of one shape.
+
+    `each` consecutive entries of `index` belong to one head of the stores.
+    """
     found = triton_call(
         functools.partial(_body, each=each, count=index.shape[0]),
         grid=(pl.cdiv(index.shape[0], RUN),),
@@ -57,7 +60,7 @@ def _call(index: Array, stores: list[Array], got: list[Array], *, each: int, int
 
 
 def _body(index_ref: Any, *refs: Any, each: int, count: int) -> None:
-    """One run of slots, of all stores."""
+    """Load one run of slots from all stores."""
     stores = refs[: len(refs) // 3]
     outs = refs[-len(stores) :]
     place = pl.program_id(0) * RUN + jnp.arange(RUN, dtype=jnp.int32)
@@ -67,7 +70,7 @@ def _body(index_ref: Any, *refs: Any, each: int, count: int) -> None:
     head = jnp.where(inside, place // each, 0)
     channel = jnp.arange(stores[0].shape[-1], dtype=jnp.int32)[None]
     mask = jnp.broadcast_to(missing[:, None], (RUN, stores[0].shape[-1]))
-    # All is asked for before anything is written.
+    # Issue all loads before the first store.
     values = [backend.load(store.at[head[:, None], slot[:, None], channel], mask=mask, other=0.0) for store in stores]
     for out, value in zip(outs, values, strict=True):
         backend.store(out.at[place[:, None], channel], value, mask=mask)

@@ -1,8 +1,9 @@
-"""Gather attention for TPUs, of whole pages: single rows of a tiled array cannot be copied efficiently.
+"""Mosaic TPU kernel of `gather_attention`, for whole pages. Single rows of a tiled array cannot be copied efficiently.
 
-The grid runs over rows, selecting heads and groups of pages. The cache is an input once for each page of a group, and which page
-that is, the pipeline looks up before each step: it fetches the pages of the next step during this one. Pages after the last one
-with a live slot are not fetched (their index is that of the last one, and a page that stays is not fetched again).
+The grid has sequences, selecting heads and groups of pages. The cache is an input once per page of a group. The
+pipeline looks up each page's index in advance, and fetches the next step's pages during the current step. Pages after
+the last one with a live slot have the index of that page. They are not fetched, since the pipeline does not fetch the
+same block twice in a row.
 """
 
 from functools import partial
@@ -19,33 +20,33 @@ from ..interpreter import interpreter
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, heads_of
-from .pages import slots_meant
+from .pages import live_slots
 
 LANES = 128
 
 TOKENS = 256
-"""Slots of a group of pages: enough to read them while the previous ones are computed with."""
+"""Slots per group of pages, enough to hide the copies of one group behind the computation of another."""
 
 PAGES = 8
-"""The most pages of a group."""
+"""Maximum number of pages per group."""
 
 INDICES = 2**17
-"""The most page numbers that scalar memory holds, with room to spare."""
+"""Maximum number of page indices, which must fit into scalar memory with some room left."""
 
 
 def unsupported_reason(
     q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, page: int = 1, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = k.shape[-1]
     if page % 16:
         return f"pages of {page} slots are not a multiple of 16, and single slots cannot be copied"
     if dim % LANES and (dim % 16 or page % LANES):
-        return f"of a head dim of {dim}, pages of {page} slots are not a multiple of {LANES}"
+        return f"pages of {page} slots are not a multiple of {LANES}, as a head dim of {dim} requires"
     if k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype}"
     if index.size > INDICES:
-        return f"{index.size} page numbers are more than {INDICES}, which fit in scalar memory"
+        return f"{index.size} page indices are more than the {INDICES} that fit in scalar memory"
     return None
 
 
@@ -62,32 +63,34 @@ def gather_attention(
     interpret: bool = False,
 ) -> Attended:
     """Softmax attention of each head over the pages that it selected; see the public function."""
-    q, live = heads_of(q), slots_meant(index, live, page, tokens)
+    q, live = heads_of(q), live_slots(index, live, page, tokens)
     batch, heads, dim = q.shape
     selecting, pages = index.shape[1:]
     group, shared = heads // selecting, selecting // k.shape[1]
-    each = max(1, min(PAGES, TOKENS // page, pages))  # pages of a group
-    lying = dim % LANES != 0  # such arrays lie with their slots along the lanes
+    each = max(1, min(PAGES, TOKENS // page, pages))  # pages per group
+    transposed = dim % LANES != 0  # such arrays are stored with slots along lanes
 
     number = jnp.arange(1, pages + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(jnp.any(live.reshape(*index.shape, page), axis=-1), number, 0), axis=-1)  # [B, R]
 
     def nth(i: int) -> pl.BlockSpec:
-        """The nth page of a group."""
+        """Return the block spec of page `i` of each group."""
 
         def at(b: Any, r: Any, j: Any, index: Any, used: Any) -> Any:
             last = jnp.maximum(used[b * selecting + r] - 1, 0)
             found = index[(b * selecting + r) * pages + jnp.minimum(j * each + i, last)]
-            return (b, r // shared, 0, found) if lying else (b, r // shared, found, 0)
+            return (b, r // shared, 0, found) if transposed else (b, r // shared, found, 0)
 
-        return pl.BlockSpec((None, None, dim, page) if lying else (None, None, page, dim), at)
+        return pl.BlockSpec((None, None, dim, page) if transposed else (None, None, page, dim), at)
 
     whole = pl.BlockSpec((None, None, group, dim), lambda b, r, j, *_: (b, r, 0, 0))
     line = pl.BlockSpec((None, None, 1, each * page), lambda b, r, j, *_: (b, r, 0, j))
-    if lying:
+    if transposed:
         k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
     outs = pl.pallas_call(
-        partial(_body, scale=scale, selecting=selecting, size=live.shape[-1], each=each, page=page, lying=lying),
+        partial(
+            _body, scale=scale, selecting=selecting, size=live.shape[-1], each=each, page=page, transposed=transposed
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, selecting, pl.cdiv(pages, each)),
@@ -133,7 +136,7 @@ def _body(
     size: int,
     each: int,
     page: int,
-    lying: bool,
+    transposed: bool,
 ) -> None:
     k_refs, v_refs, (out_ref, lse_ref, acc_ref, top_ref, total_ref) = (
         refs[:each],
@@ -143,7 +146,7 @@ def _body(
     row, head, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
     def group(refs: Any) -> Array:
-        return jnp.concatenate([ref[...] for ref in refs], axis=1 if lying else 0)
+        return jnp.concatenate([ref[...] for ref in refs], axis=1 if transposed else 0)
 
     @pl.when(j == 0)
     def _start() -> None:
@@ -155,15 +158,15 @@ def _body(
     def _fold() -> None:
         mark = live_ref[...]
         place = j * each * page + jax.lax.broadcasted_iota(jnp.int32, mark.shape, 1)
-        mark = jnp.where(place < size, mark, 0.0)  # beyond the last page a block holds anything
+        mark = jnp.where(place < size, mark, 0.0)  # a block's contents after the last page are undefined
         live = mark > 0
-        logits = jnp.where(live, dot(q_ref[...], group(k_refs), 0 if lying else 1) * scale, MASKED)
+        logits = jnp.where(live, dot(q_ref[...], group(k_refs), 0 if transposed else 1) * scale, MASKED)
         peak = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
         shrink = jnp.exp(top_ref[...] - peak)
         share = jnp.where(live, jnp.exp(logits - peak), 0.0)
         values = group(v_refs)
-        values = jnp.where(live if lying else mark.reshape(-1, 1) > 0, values, jnp.zeros((), values.dtype))
-        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if lying else 0)
+        values = jnp.where(live if transposed else mark.reshape(-1, 1) > 0, values, jnp.zeros((), values.dtype))
+        acc_ref[...] = acc_ref[...] * shrink + dot(share.astype(values.dtype), values, 1 if transposed else 0)
         top_ref[...] = peak
         total_ref[...] = total_ref[...] * shrink + jnp.sum(share, axis=1, keepdims=True)
 

@@ -1,7 +1,7 @@
-"""Gather attention for GPUs, as a Triton kernel: split-K flash decoding over lists of slots.
+"""Triton kernel of `gather_attention`: split-K flash decoding over lists of slots.
 
-What a head selected is divided among programs. Each walks its part with a running softmax and loads keys and values by the row,
-from wherever they are. Partial results are joined by plain XLA.
+A head's selection is split among programs. Each loops over its part with a running softmax, and loads keys and values
+row by row from their slots. XLA combines the partial results.
 """
 
 from functools import partial
@@ -16,17 +16,17 @@ from ..decode_attention import Attended
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, triton_call, triton_unsupported, turned_heads
+from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 
 
 def unsupported_reason(q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, **__: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim, group = k.shape[-1], parts_of(q)[0].shape[1] // index.shape[1]
     if reason := triton_unsupported(dim=dim):
         return reason
     if group & (group - 1):
-        return f"{group} query heads for a selecting head is not a power of two"
+        return f"{group} query heads per selecting head is not a power of two"
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
     return None
@@ -48,7 +48,8 @@ def gather_attention(
     """Softmax attention of each head over the slots that it selected; see the public function.
 
     Args:
-        sizes: `block` slots read at a time, `splits` programs per head, `warps` and `stages` of each, instead of the tuned ones.
+        sizes: `block` (slots read at a time), `splits` (programs per head), `warps` and `stages`, instead of the tuned
+            sizes.
     """
     batch, heads, dim = parts_of(q)[0].shape
     selecting, size = index.shape[1], index.shape[2] * page
@@ -73,7 +74,7 @@ def _attend(
     warps: int,
     stages: int,
 ) -> Attended:
-    """The kernel, traced and lowered once for all layers."""
+    """Call the kernel. It is traced and lowered once for all layers."""
     x, *tables = parts_of(q)
     batch, heads, dim = x.shape
     kv_heads, slots = k.shape[1], k.shape[2]
@@ -113,7 +114,7 @@ def _attend(
 
 
 def _joined(out: Float[Array, "F S G H"], logsumexp: Float[Array, "F S G"]) -> tuple[Array, Array]:
-    """The results of S programs as one."""
+    """Combine the results of S programs."""
     best = jnp.max(logsumexp, axis=1, keepdims=True)
     share = jnp.where(logsumexp > -jnp.inf, jnp.exp(logsumexp - best), 0.0)
     total = jnp.sum(share, axis=1)
@@ -122,7 +123,9 @@ def _joined(out: Float[Array, "F S G H"], logsumexp: Float[Array, "F S G"]) -> t
 
 
 def _sizes(fold: int, size: int, group: int, dim: int, dtype: Any) -> dict[str, int]:
-    """Block sizes for `fold` rows × selecting heads: enough programs to fill the device, none without a block to read."""
+    """Return block sizes for `fold` sequences × selecting heads: enough programs to fill the device, with at least one
+    block each.
+    """
     block = min(128 if jnp.dtype(dtype).itemsize == 2 else 64, max(pl.next_power_of_2(size), 16))
     splits = max(1, min(256 // fold, size // block))
     case = {"heads": fold, "selected": size, "group": group, "head_dim": dim, "dtype": jnp.dtype(dtype).name}
@@ -142,7 +145,7 @@ def _body(
     begin = pl.program_id(1) * part
     size, tokens = index_ref.shape[0] * page, tokens_ref[0]
     run = size // live_ref.shape[0]
-    q = turned_heads(q_ref, *refs[:tables])
+    q = rotated_heads(q_ref, *refs[:tables])
     group, dim = q.shape
     channel = jnp.arange(dim, dtype=jnp.int32)[None]
 
@@ -152,7 +155,7 @@ def _body(
         inside = place < size
         slot = backend.load(index_ref.at[place // page], mask=inside, other=0) * page + place % page
         live = backend.load(live_ref.at[place // run], mask=inside, other=False) & (slot < tokens)
-        # What is not meant is not even read.
+        # Masked slots are not read.
         held = jnp.broadcast_to(live[:, None], (block, dim))
         keys = backend.load(k_ref.at[slot[:, None], channel], mask=held, other=0.0)
         values = backend.load(v_ref.at[slot[:, None], channel], mask=held, other=0.0)

@@ -1,13 +1,13 @@
-"""Pages as the slots in them."""
+"""The slots of selected pages."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-def slots_meant(
+def live_slots(
     index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int, tokens: Int[Array, " B"] | None
 ) -> Bool[Array, "B R S"]:
-    """Which slots of the selected pages are meant, one after the other; arguments as of the public function."""
+    """Return the mask of the slots of the selected pages, in order. Arguments are as for the public function."""
     if live.shape != (*index.shape[:2], index.shape[2] * page):
         live = jnp.repeat(live, page, axis=-1)
     if tokens is None:

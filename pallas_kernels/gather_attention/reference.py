@@ -1,4 +1,4 @@
-"""Gather attention in plain XLA: the selected slots are copied together and attended to like a small cache; and the copying alone."""
+"""XLA reference: gather the selected slots, then attend to them as to a small cache."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended, decode_attention
 from ..rotary import DeferredRope
-from .pages import slots_meant
+from .pages import live_slots
 
 
 def gather_attention(
@@ -23,7 +23,7 @@ def gather_attention(
     tokens: Int[Array, " B"] | None = None,
 ) -> Attended:
     """Softmax attention of each head over the slots that it selected; see the public function."""
-    live = slots_meant(index, live, page, tokens)
+    live = live_slots(index, live, page, tokens)
     batch, kv_heads, _, dim = k.shape
 
     def take(x: Array) -> Array:
@@ -36,7 +36,7 @@ def gather_attention(
 
 
 def fetch_slots(stores: Sequence[Array], index: Array, missing: Array, got: Sequence[Array]) -> list[Array]:
-    """What is missing gathered from each store."""
+    """Gather the missing slots from each store."""
     rows, heads, _ = np.ogrid[: index.shape[0], : index.shape[1], :1]
     heads = heads // (index.shape[1] // stores[0].shape[1])
     return [

@@ -1,9 +1,10 @@
-"""Clustering of every head's keys, each head for itself; the search for the nearest key that it rests on, and that for near duplicates.
+"""k-means clustering of each head's keys, search for the nearest key, and search for near duplicates.
 
-The searches have no score for each pair of keys in memory.
+The kernels keep no matrix of scores for all pairs in memory.
 
-Once JAX drops Pallas' Triton backend: for k-means XLA's sums by segment, as Mosaic GPU has no atomic additions to arrays in memory.
-The nearest key is Mosaic GPU's on Hopper already; XLA's on older GPUs. Near duplicates are XLA's, a part of the keys at a time.
+If JAX removes Pallas' Triton backend, k-means uses XLA's segment sums, since Mosaic GPU has no atomic additions to
+global memory. `nearest` already has a Mosaic GPU kernel on Hopper; older GPUs then use XLA. Near duplicates use XLA
+too, for a part of the keys at a time.
 """
 
 from .api import kmeans as kmeans

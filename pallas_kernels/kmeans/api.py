@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes them."""
+"""Public functions. Each `Op` picks a kernel or XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from .types import Nearest
 
 def _prefer_xla_reason(queries: Array, keys: Array, bias: Array | None = None) -> str | None:
     few = keys.dtype == jnp.float32 and keys.shape[-2] <= 64
-    return "few float32 keys are as fast in XLA" if few else None
+    return "XLA is as fast for few float32 keys" if few else None
 
 
 _KMEANS = Op("kmeans", __name__, gpu=("kmeans_pallas_triton",), tpu=("kmeans_pallas_mosaic_tpu",))
 _NEAREST = Op(
     "nearest",
     __name__,
-    gpu=("nearest_pallas_mosaic_gpu", "nearest_pallas_triton"),
+    gpu=(".hopper.nearest", "nearest_pallas_triton"),
     tpu=("nearest_pallas_mosaic_tpu",),
     prefer_xla_reason=_prefer_xla_reason,
 )
@@ -38,27 +38,30 @@ def kmeans(
 ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
     """Lloyd's algorithm with a fixed number of iterations (ClusterKV, Liu et al. 2024, section III-B).
 
-    An iteration assigns every token to its nearest centroid, of equally near ones the first, and moves each centroid to the
-    mean of its tokens as they are, not normalised; a centroid without tokens stays. A last assignment follows. All of it stays
+    An iteration assigns every token to its nearest centroid; ties go to the first. Each centroid then moves to the mean
+    of its tokens, which are not normalised. A centroid without tokens stays. A last assignment follows. Everything runs
     on the device.
 
-    The order of additions is either fixed (products with one-hot labels) or does not matter (on GPUs, where tokens are rounded so
-    that no sum of them is): equal inputs give equal clusters. Tokens of 16 bits are compared with centroids rounded to as many; the centroids themselves
-    are kept in float32.
+    Equal inputs give equal clusters. Sums are either in a fixed order (one-hot matmuls), or independent of the order
+    (on GPUs, where tokens are rounded so that sums are exact). 16-bit tokens are compared with centroids rounded to the
+    same dtype; the centroids themselves are kept in float32.
 
     Args:
-        x: what is clustered, for each of B rows and K heads.
-        mask: which of the T tokens take part; the others may hold anything.
-        init: centroids to start from.
-        clusters: how many of the M centroids a row uses; the others stay as they are and get no tokens.
-        implementation: "auto" takes the device's Pallas kernels where they serve; they keep no scores in memory.
-        interpret: run Pallas kernels in their interpreter, on any device.
+        x: vectors to cluster, separately for each of B sequences and K heads.
+        mask: which of the T tokens take part; the others may contain anything.
+        init: initial centroids.
+        clusters: number of the M centroids that a sequence uses; the others are unchanged and get no tokens.
+        iterations: number of iterations.
+        distance: measure by which a centroid is nearest; see `Distance`.
+        implementation: "auto" picks the device's Pallas kernels if they support the case, else XLA. The kernels keep no
+            scores in memory.
+        interpret: run the Pallas kernels in interpret mode, on any device.
 
     Returns:
-        Centroids in float32, and each token's centroid, M for tokens that take no part.
+        Centroids in float32, and the index of each token's centroid, M for tokens that take no part.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"iterations": iterations, "distance": distance}
     return _KMEANS(x, mask, init, clusters, **options, implementation=implementation, interpret=interpret)
@@ -72,20 +75,27 @@ def nearest(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Nearest:
-    """For each query the key with the largest inner product plus bias, of equally good ones the first.
+    """Find, for each query, the key with the largest inner product plus bias. Ties go to the first key.
 
-    With the bias -|key|²/2 that is the key at the least Euclidean distance. Products are accumulated in float32, and of
-    float32 operands exact to it. In XLA, whose sums depend on the size of the batch, scores within rounding are equally good (see
-    `ties`); kernels, whose sums do not, compare them as they are.
+    With bias -|key|²/2, this is the key at the smallest Euclidean distance. Products accumulate in float32; float32
+    operands are multiplied at full precision.
+
+    In XLA, sums depend on the batch size, so that scores within rounding count as ties; see `ties`. The kernels' sums
+    do not, so that they compare scores exactly.
 
     Args:
-        queries, keys: of one dtype.
-        bias: added to every score of a key, in float32. -inf forbids a key, whose contents, NaN included, then do not matter.
-        implementation: "auto" takes the device's Pallas kernel where it serves; it keeps no scores in memory.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        queries, keys: vectors of one dtype.
+        bias: added to all scores of a key, in float32. -inf excludes a key, whose contents may then be anything, even
+            NaN.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA. The kernels keep no
+            scores in memory.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The score and index of each query's key.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     return _NEAREST(queries, keys, bias, implementation=implementation, interpret=interpret)
 
@@ -98,19 +108,24 @@ def newest_duplicate(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Int[Array, "B K T"]:
-    """For each key the place of the last other one whose cosine with it is above a threshold; -1 where there is none, or no key.
+    """Find, for each key, the last other key whose cosine with it is above a threshold.
 
-    The token that R-KV does not charge for its duplicate (Cai et al. 2025, R-KV, section 3.3). A key of length 0 has a cosine of 0 with all.
+    R-KV does not charge this token for its duplicate (Cai et al. 2025, R-KV, section 3.3). A key of length 0 has cosine
+    0 with all keys.
 
     Args:
-        keys: 0 where there is none.
-        live: where there are keys; others are nobody's duplicate.
-        threshold: cosine above which two keys are nearly duplicates.
-        implementation: "auto" takes the GPU's Pallas kernel where it serves; it keeps no cosines in memory.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        keys: the keys, 0 in slots without a key.
+        live: which slots contain a key; the others are no duplicates.
+        threshold: cosine above which two keys are near duplicates.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA. The kernel keeps no
+            cosines in memory.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        Index of the duplicate, -1 if there is none or the slot has no key.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
-    keys = jax.lax.stop_gradient(keys)  # a place has no gradient
+    keys = jax.lax.stop_gradient(keys)  # an index has no gradient
     return _NEWEST_DUPLICATE(keys, live, threshold=threshold, implementation=implementation, interpret=interpret)

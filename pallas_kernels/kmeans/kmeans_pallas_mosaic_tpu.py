@@ -1,6 +1,6 @@
-"""k-means on TPUs: a Pallas kernel searches for the nearest centroid.
+"""k-means on TPUs, with a Pallas kernel that finds the nearest centroids.
 
-Sums over clusters are left to XLA, which on TPUs makes one-hot labels only inside the product with them.
+XLA computes the sums over clusters. On TPUs it creates the one-hot labels only inside the matmul.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .lloyd import Distance, Members, lloyd
 
 
 def unsupported_reason(x: Array, *_: Any, **__: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     return nearest_pallas_mosaic_tpu.unsupported_reason(x, x)
 
 
@@ -36,7 +36,7 @@ def kmeans(
         return nearest(x, centroids, bias, implementation="tpu", interpret=interpret).place
 
     def total(labels: Int[Array, "B K T"], _: Members) -> Members:
-        member = jax.nn.one_hot(labels, init.shape[2], dtype=x.dtype)  # zeros for what takes no part
+        member = jax.nn.one_hot(labels, init.shape[2], dtype=x.dtype)  # zeros for masked tokens
         sums = jnp.einsum("bktm,bkth->bkmh", member, x, precision="highest", preferred_element_type=jnp.float32)
         return Members(labels, sums[:, :, None], jnp.sum(member, axis=2, dtype=jnp.float32))
 

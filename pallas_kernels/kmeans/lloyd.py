@@ -1,4 +1,6 @@
-"""Lloyd's iterations, whoever finds the nearest centroids and adds up their tokens."""
+"""Lloyd's iterations, given functions that find the nearest centroids and sum their tokens. All k-means implementations
+use it.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -8,19 +10,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Distance = Literal["cosine", "l2", "ip"]
-"""What "nearest" means: largest cosine, least Euclidean distance, or largest inner product."""
+"""How to find the nearest centroid: largest cosine, smallest Euclidean distance, or largest inner product."""
 
 Assign = Callable[[Float[Array, "B K M H"], Float[Array, "B K M"] | None], Int[Array, "B K T"]]
-"""From centroids and biases, as `nearest` takes them, to each token's centroid."""
+"""Function of centroids and biases, as for `nearest`, that returns each token's centroid."""
 
 
 class Members(NamedTuple):
-    """What is known of the tokens of clusters.
+    """The tokens of each cluster.
 
     Attributes:
-        labels: each token's cluster, M for those that take no part.
-        sums: over a cluster's tokens, in float32; in parts, which are still to be added up.
-        counts: of its tokens, in float32.
+        labels: each token's cluster, M for tokens that take no part.
+        sums: sum of each cluster's tokens, in float32, in P parts that have to be added.
+        counts: number of each cluster's tokens, in float32.
     """
 
     labels: Int[Array, "B K T"]
@@ -29,7 +31,7 @@ class Members(NamedTuple):
 
 
 Total = Callable[[Int[Array, "B K T"], Members], Members]
-"""From each token's centroid and what was known before, to what is known now."""
+"""Function of the new labels and the previous `Members` that returns the new `Members`."""
 
 
 def lloyd(
@@ -44,23 +46,26 @@ def lloyd(
     distance: Distance,
     parts: int = 1,
 ) -> tuple[Float[Array, "B K M H"], Int[Array, "B K T"]]:
-    """Centroids and labels after `iterations`; see the public function.
+    """Return centroids and labels after `iterations`; see the public function.
 
     Args:
-        dtype: what centroids are rounded to for `assign`.
-        parts: of `Members.sums`.
+        mask, init, clusters, iterations, distance: as for the public function.
+        assign: finds each token's nearest centroid.
+        total: sums the tokens of each cluster.
+        dtype: dtype to which centroids are rounded for `assign`.
+        parts: number of parts of `Members.sums`.
     """
     batch, heads, size, _ = init.shape
     used = (jnp.arange(size, dtype=jnp.int32) < clusters[:, None])[:, None]
 
     def nearest(centroids: Array) -> Int[Array, "B K T"]:
-        if distance == "cosine":  # a token's own length does not change which centroid is nearest
+        if distance == "cosine":  # a token's length does not change which centroid is nearest
             norm = jnp.linalg.norm(centroids, axis=-1, keepdims=True)
             centroids = centroids / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
         centroids, bias = centroids.astype(dtype), None
         if distance == "l2":
             bias = jnp.where(used, -0.5 * jnp.sum(centroids.astype(jnp.float32) ** 2, axis=-1), -jnp.inf)
-        else:  # adding biases takes as long as comparing, so the first centroid stands for those that are not used
+        else:  # adding a bias costs as much as comparing, so unused centroids are copies of the first
             centroids = jnp.where(used[..., None], centroids, centroids[:, :, :1])
         labels = assign(centroids, bias)
         labels = jnp.where(labels < clusters[:, None, None], labels, 0)

@@ -1,7 +1,7 @@
-"""Search for the nearest key on TPUs.
+"""Mosaic TPU kernel of `nearest`.
 
-Scores are computed with keys along sublanes and queries along lanes, and compared eight keys at a time by whole registers: what
-is kept is the best of every eighth key, and only at the end are these eight compared with each other.
+Scores have keys along sublanes and queries along lanes. They are compared eight keys at a time, as whole registers: the
+kernel keeps the best of every eighth key, and compares these eight only at the end.
 """
 
 import functools
@@ -20,11 +20,11 @@ from ..tuning import tuned
 from .types import Nearest
 
 SUBLANES, LANES = 8, 128
-"""Rows and columns of a register."""
+"""Rows and columns of a vector register."""
 
 
 def unsupported_reason(queries: Array, keys: Array, bias: Array | None = None) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if queries.dtype != keys.dtype or keys.dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries are {queries.dtype} and keys {keys.dtype}"
     return None
@@ -37,7 +37,7 @@ def nearest(
     *,
     interpret: bool = False,
 ) -> Nearest:
-    """The key with the largest inner product plus bias; see the public function."""
+    """Find the key with the largest inner product plus bias; see the public function."""
     *batch, count, dim = queries.shape
     groups, size = math.prod(batch), keys.shape[-2]
     case = {"groups": groups, "queries": count, "keys": size, "head_dim": dim, "dtype": queries.dtype.name}
@@ -78,7 +78,7 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def column(row: Array, fill: Any = 0) -> Array:
-    """[1, N] as [N, 1]."""
+    """Transpose [1, N] to [N, 1]."""
     shape = row.shape[1], row.shape[1]
     diagonal = jax.lax.broadcasted_iota(jnp.int32, shape, 0) == jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     return jnp.max(jnp.where(diagonal, row, fill), axis=1, keepdims=True)

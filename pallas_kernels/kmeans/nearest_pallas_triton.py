@@ -1,7 +1,7 @@
-"""Search for the nearest key on GPUs, as a Triton kernel.
+"""Triton kernel of `nearest`.
 
-A program holds a block of queries and walks the keys with a running best: a block of scores lives in registers, between the
-tensor cores and the comparison, and nowhere else.
+A program has a block of queries and loops over the keys with a running best. Scores stay in registers between the
+tensor cores and the comparison.
 """
 
 import functools
@@ -18,11 +18,11 @@ from ..tuning import tuned
 from .types import Nearest
 
 LEAST = 16
-"""Rows or columns of the smallest product that the tensor cores take."""
+"""Minimum number of rows or columns of a tensor core matmul."""
 
 
 def unsupported_reason(queries: Array, keys: Array, bias: Array | None = None) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = keys.shape[-1]
     if reason := triton_unsupported(dim=dim):
         return reason
@@ -39,10 +39,10 @@ def nearest(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Nearest:
-    """The key with the largest inner product plus bias; see the public function.
+    """Find the key with the largest inner product plus bias; see the public function.
 
     Args:
-        sizes: `queries` a program holds, `keys` it compares them with at a time, its `warps` and `stages`, not the tuned ones.
+        sizes: `queries` per program, `keys` compared at a time, `warps` and `stages`, instead of the tuned sizes.
     """
     *batch, count, dim = queries.shape
     groups, size = math.prod(batch), keys.shape[-2]
@@ -67,7 +67,9 @@ def nearest(
 
 
 def _sizes(queries: Float[Array, "*B N H"], keys: Float[Array, "*B M H"]) -> dict[str, int]:
-    """Block sizes: large enough that loading keys is a small part of the work, and small enough for the registers."""
+    """Return block sizes: large enough that loading keys is a small part of the work, and small enough for the
+    registers.
+    """
     *batch, count, dim = queries.shape
     size, wide = keys.shape[-2], queries.dtype.itemsize * dim > 256
     default = {
@@ -78,16 +80,16 @@ def _sizes(queries: Float[Array, "*B N H"], keys: Float[Array, "*B M H"]) -> dic
     }
     case = {"groups": math.prod(batch), "queries": count, "keys": size, "head_dim": dim, "dtype": queries.dtype.name}
     sizes = tuned("nearest", case, default)
-    return default if "wgmma" in sizes else sizes  # which are the Hopper kernel's
+    return default if "wgmma" in sizes else sizes  # `wgmma` marks sizes of the Hopper kernel
 
 
 def block_within(length: int) -> int:
-    """The largest power of two of rows that exist, at least `LEAST`."""
+    """Return the largest power of two that is at most `length`, and at least `LEAST`."""
     return max(LEAST, 1 << (length.bit_length() - 1))
 
 
 def load_rows(ref: Any, start: Array | int, block: int, length: int) -> Array:
-    """`block` rows of `ref`, zeros beyond its first `length`."""
+    """Load `block` rows of `ref`, with zeros after its first `length` rows."""
     span = ref.at[pl.ds(start, block)]
     if length % block == 0:
         return backend.load(span)
@@ -97,10 +99,10 @@ def load_rows(ref: Any, start: Array | int, block: int, length: int) -> Array:
 
 
 def products(queries: Float[Array, "N H"], keys: Float[Array, "M H"]) -> Float[Array, "N M"]:
-    """Inner products, accumulated in float32.
+    """Return inner products, accumulated in float32.
 
-    Float32 operands are split into three parts of 16 bits, whose six products that count the tensor cores do: they have no
-    product of 32 bits, and without them it takes several times as long.
+    float32 operands are split into three bfloat16 parts, and the tensor cores compute the six significant products.
+    Tensor cores cannot multiply float32, and other units take several times as long.
     """
     exact = queries.dtype == jnp.float32
     return jax.lax.dot_general(
@@ -113,7 +115,7 @@ def products(queries: Float[Array, "N H"], keys: Float[Array, "M H"]) -> Float[A
 
 
 def store_rows(ref: Any, start: Array | int, values: Array, length: int) -> None:
-    """Write the values that lie within the first `length` of `ref`."""
+    """Store the values that are within the first `length` rows of `ref`."""
     block = values.shape[0]
     inside = None if length % block == 0 else start + jnp.arange(block, dtype=jnp.int32) < length
     backend.store(ref.at[pl.ds(start, block)], values, mask=inside)

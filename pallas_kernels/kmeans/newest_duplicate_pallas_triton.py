@@ -1,6 +1,6 @@
-"""Search for near duplicates on GPUs, as a Triton kernel.
+"""Triton kernel of `newest_duplicate`.
 
-A program holds a block of keys and walks all of them: products, comparisons and the newest place of a block stay in registers.
+A program has a block of keys and loops over all keys. Products, comparisons and the newest indices stay in registers.
 """
 
 import functools
@@ -18,10 +18,10 @@ from .reference import inverse_lengths
 
 
 def unsupported_reason(keys: Array, live: Array, *, threshold: float) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if reason := triton_unsupported(dim=keys.shape[-1]):
         return reason
-    if keys.dtype not in (jnp.bfloat16, jnp.float16):  # products of float32 are faster in XLA
+    if keys.dtype not in (jnp.bfloat16, jnp.float16):  # float32 matmuls are faster in XLA
         return f"keys are {keys.dtype}"
     return None
 
@@ -34,11 +34,11 @@ def newest_duplicate(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Int[Array, "B K T"]:
-    """Places of the newest duplicates; see the public function.
+    """Find the indices of the newest duplicates; see the public function.
 
     Args:
-        sizes: `rows` of keys a program holds, `columns` of those it compares them with at a time, its `warps` and `stages`, instead of
-            the tuned ones.
+        sizes: `rows` (keys per program), `columns` (keys compared at a time), `warps` and `stages`, instead of the
+            tuned sizes.
     """
     batch, heads, count, dim = keys.shape
     sizes = sizes or _sizes(keys)
@@ -59,7 +59,9 @@ def newest_duplicate(
 
 
 def _sizes(keys: Float[Array, "B K T H"]) -> dict[str, int]:
-    """Block sizes: large enough that loading keys is a small part of the work, and small enough for the registers."""
+    """Return block sizes: large enough that loading keys is a small part of the work, and small enough for the
+    registers.
+    """
     batch, heads, count, dim = keys.shape
     default = {"rows": min(64, block_within(count)), "columns": min(128, block_within(count)), "warps": 4, "stages": 3}
     case = {"heads": batch * heads, "keys": count, "head_dim": dim, "dtype": keys.dtype.name}

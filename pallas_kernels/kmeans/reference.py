@@ -1,4 +1,4 @@
-"""The nearest key, near duplicates, and k-means with memory that grows with T, not with T × M, in plain XLA."""
+"""XLA reference of the searches and of k-means. Its memory grows with T, not with T × M."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ BLOCK = 512
 """Tokens assigned at a time."""
 
 COSINES = 2**22
-"""Cosines of one row that are held at a time: 16 MiB."""
+"""Number of cosines of one sequence in memory at a time: 16 MiB."""
 
 
 def kmeans(
@@ -30,7 +30,7 @@ def kmeans(
     pad = ((0, 0), (0, 0), (0, -tokens % block))
 
     def split(x: Array, fill: int) -> Array:
-        """Blocks of tokens first: [T / block, B, K, block, …]."""
+        """Split into blocks of tokens, [T / block, B, K, block, …]."""
         x = jnp.pad(x, (*pad, *[(0, 0)] * (x.ndim - 3)), constant_values=fill)
         return jnp.moveaxis(x.reshape(batch, heads, -1, block, *x.shape[3:]), 2, 0)
 
@@ -45,7 +45,7 @@ def kmeans(
 
         def fold(total: tuple[Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
             x, labels = block
-            member = jax.nn.one_hot(labels, size, dtype=jnp.float32)  # zeros for what takes no part
+            member = jax.nn.one_hot(labels, size, dtype=jnp.float32)  # zeros for masked tokens
             sums = jnp.einsum("bktm,bkth->bkmh", member, x.astype(jnp.float32), precision="highest")
             return (total[0] + sums, total[1] + jnp.sum(member, axis=2)), None
 
@@ -59,7 +59,7 @@ def kmeans(
 def nearest(
     queries: Float[Array, "*B N H"], keys: Float[Array, "*B M H"], bias: Float[Array, "*B M"] | None = None
 ) -> Nearest:
-    """The key with the largest inner product plus bias; see the public function."""
+    """Find the key with the largest inner product plus bias; see the public function."""
     scores = jnp.einsum("...nh,...mh->...nm", queries, keys, precision="highest", preferred_element_type=jnp.float32)
     if bias is not None:
         scores = jnp.where(bias[..., None, :] > -jnp.inf, scores + bias[..., None, :], -jnp.inf)
@@ -68,7 +68,10 @@ def nearest(
 
 
 def inverse_lengths(keys: Float[Array, "*B H"], live: Bool[Array, "*B"]) -> Float[Array, "*B"]:
-    """One over each key's length, 0 where that is 0; NaN where there is no key, so that no cosine with it is above anything."""
+    """Return one over each key's length, 0 for keys of length 0, and NaN for slots without a key.
+
+    Comparisons with NaN are False, so that slots without a key are no duplicates.
+    """
     norm = jnp.linalg.norm(keys.astype(jnp.float32), axis=-1)
     inverse = jnp.where(norm > 0, 1 / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), 0.0)
     return jnp.where(live, inverse, jnp.nan)
@@ -77,7 +80,9 @@ def inverse_lengths(keys: Float[Array, "*B H"], live: Bool[Array, "*B"]) -> Floa
 def newest_duplicate(
     keys: Float[Array, "B K T H"], live: Bool[Array, "B K T"], *, threshold: float
 ) -> Int[Array, "B K T"]:
-    """Places of the newest duplicates, a part of the keys after the other, so that nothing of size T × T exists where T is large."""
+    """Find the indices of the newest duplicates, for a part of the keys at a time. This avoids a matrix of T × T for
+    large T.
+    """
     batch, heads, count, _ = keys.shape
     inverse, place = inverse_lengths(keys, live), jnp.arange(count, dtype=jnp.int32)
     size = min(count, max(COSINES // (heads * count), 16))

@@ -1,4 +1,4 @@
-"""Tokens from one cluster's sum to another's, as a Triton kernel that only reads those that move."""
+"""Triton kernel that moves tokens from one cluster's sum to another's. It only reads tokens that move."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from ..triton import backend, entry, triton_call
 
 TOKENS, AT_ONCE = 64, 8
-"""Of a program, and of these read at a time."""
+"""Tokens per program, and tokens read at a time."""
 
 
 def transfer(
@@ -23,10 +23,15 @@ def transfer(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B K P M H"]:
-    """Tokens taken out of the sums of the clusters that they leave, and added to those that they come to; M for none.
+    """Subtract tokens from the sums of the clusters that they leave, and add them to those that they join.
 
     Args:
-        units: powers of two, of which each part of a token is a multiple: the second of what the first leaves.
+        sums: sum of each cluster's tokens, in P parts.
+        x: tokens.
+        units: powers of two. Part p of a token is rounded to a multiple of unit p; the second part is the first one's
+            remainder.
+        leaving, coming: index of the cluster that each token leaves, and joins; M for none.
+        interpret: run the Pallas kernel in interpret mode.
     """
     batch, heads, count, size, dim = sums.shape
     fold, tokens = batch * heads, x.shape[2]
@@ -48,13 +53,13 @@ def transfer(
 
 
 def _body(x_ref: Any, units_ref: Any, leaving_ref: Any, coming_ref: Any, _: Any, sums_ref: Any) -> None:
-    """Some tokens: most are where they were, and not even read."""
+    """Move some tokens. Most tokens do not move, and are not read."""
     tokens, dim = x_ref.shape
     size = sums_ref.shape[0] // units_ref.shape[0]
     first, channels = pl.program_id(1) * TOKENS, pl.ds(0, dim)
 
     def any_of(begin: Array, count: int) -> Array:
-        """Whether any of `count` tokens moves."""
+        """Return whether any of `count` tokens moves."""
         at = begin + jnp.arange(count, dtype=jnp.int32)
         labels = (backend.load(ref.at[at], mask=at < tokens, other=size) for ref in (leaving_ref, coming_ref))
         return jnp.min(jnp.minimum(*labels)) < size
@@ -82,12 +87,12 @@ def _body(x_ref: Any, units_ref: Any, leaving_ref: Any, coming_ref: Any, _: Any,
 
 
 def _move(sums_ref: Any, units_ref: Any, leaving: Array, coming: Array, row: Array) -> None:
-    """One token, part by part."""
+    """Move one token, part by part."""
     count, dim = units_ref.shape
     size, rest = sums_ref.shape[0] // count, row.astype(jnp.float32)
     for part in range(count):
         unit = units_ref[part]
-        rounded = jnp.floor(rest * (1 / unit) + 0.5) * unit  # Pallas' Triton has no rounding to the nearest
+        rounded = jnp.floor(rest * (1 / unit) + 0.5) * unit  # Pallas' Triton backend has no round-to-nearest
         rest -= rounded
         for cluster, change in ((leaving, -rounded), (coming, rounded)):
 

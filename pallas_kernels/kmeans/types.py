@@ -1,4 +1,4 @@
-"""What a search for the nearest key gives."""
+"""Result type of `nearest`."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ class Nearest(NamedTuple):
     """The best key of each query.
 
     Attributes:
-        score: its score in float32, -inf where no key may be chosen.
-        place: where it stands; of equally good keys the first, and 0 where none may be chosen.
+        score: the key's score in float32, -inf if all keys are excluded.
+        place: the key's index; the first of equal keys, and 0 if all keys are excluded.
     """
 
     score: Float[Array, "*B N"]

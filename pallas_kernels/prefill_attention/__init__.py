@@ -1,5 +1,8 @@
-"""Exact causal attention over a prompt or a block of it: the flash attention of cuDNN or of JAX for TPUs where they serve, kernels of our
-own for blocks, plain XLA elsewhere.
+"""Exact causal attention over a prompt (`prefill_attention`), or of a block of a prompt over a cache
+(`block_attention`).
+
+Prompts use the flash attention of cuDNN on GPUs and JAX's splash attention on TPUs. Blocks have their own kernels. XLA
+computes all other cases.
 """
 
 from .api import block_attention as block_attention

@@ -1,4 +1,4 @@
-"""The public function, and the choice of who computes it."""
+"""Public functions. Each `Op` picks a kernel or XLA."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ _PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
 _BLOCK = Op(
     "block_attention",
     __name__,
-    gpu=("block_attention_pallas_mosaic_gpu",),
+    gpu=(".hopper.block_attention",),
     tpu=("block_attention_pallas_mosaic_tpu",),
     forward_only=True,
 )
@@ -28,23 +28,24 @@ def prefill_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of every token over itself and those before it.
+    """Causal softmax attention: every token attends to itself and to those before it.
 
-    Rows are padded on the right: what stands after a row's end cannot reach the tokens before it.
+    Sequences are padded on the right, so that padding does not reach the tokens before it.
 
     Args:
         q: queries, rotated. Query head n reads KV head n // (N / K).
         k, v: keys (rotated) and values.
         scale: factor on the logits.
-        window: if given, a token sees only the `window` latest tokens, itself included.
-        implementation: "gpu" is cuDNN's flash attention, "tpu" JAX's splash attention; "auto" takes the device's own where it serves.
-        interpret: run the TPU's in its interpreter, on any device.
+        window: if given, a token attends only to the latest `window` tokens, including itself.
+        implementation: "gpu" is cuDNN's flash attention, and "tpu" JAX's splash attention. "auto" picks the device's
+            one if it supports the case, else XLA.
+        interpret: run the TPU kernel in interpret mode, on any device.
 
     Returns:
         The attended values in the dtype of `q`.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     return _PREFILL(q, k, v, scale=scale, window=window, implementation=implementation, interpret=interpret)
 
@@ -63,27 +64,28 @@ def block_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
-    """Softmax attention of a block of tokens over slots: each sees those of tokens up to its own position.
+    """Causal softmax attention of a block of tokens over slots: each token attends to slots of positions up to its own.
 
-    Slots may stand in any order, and each head may have as many as it likes. What free slots hold is not looked at.
+    Slots can be in any order, and each head can have a different number. The contents of free slots are ignored.
 
     Args:
         q: queries, rotated. Query head n reads KV head n // (N / K).
         k, v: keys (rotated) and values.
-        q_pos: position of each query, -1 where there is none, which sees nothing.
-        pos: position of the token in each slot, -1 where there is none.
-        weight: how many tokens a slot stands for, whose logarithm is added to its logit; 1 each by default.
+        q_pos: position of each query; -1 for padding, which attends to nothing.
+        pos: position of the token in each slot, -1 if the slot is free.
+        weight: number of tokens that each slot represents, whose logarithm is added to its logit; 1 by default.
         scale: factor on the logits.
-        window: if given, a token sees only the `window` latest positions, its own included.
-        run: where the queries' own tokens stand, in caches and prompts in which all tokens before them do; the kernel for GPUs needs it.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        window: if given, a token attends only to the latest `window` positions, including its own.
+        run: location of the queries' tokens in slots that are in order of position. The GPU kernel requires it.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        The attended values in the dtype of `q`, zero for a query that sees nothing.
+        The attended values in the dtype of `q`, zero for a query that attends to nothing.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"scale": scale, "window": window, "run": run}
     return _BLOCK(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)
@@ -104,18 +106,18 @@ def partial_block_attention(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
-    """`block_attention` over a part of the slots, with what is needed to put parts together.
+    """Compute `block_attention` over a part of the slots, with the log-sum-exp needed to combine parts.
 
     Args:
         q, k, v, q_pos, pos, weight, scale, window, implementation, interpret: as for `block_attention`.
-        run: as for `block_attention`, in numbers of all slots.
-        stripes: which of all slots the part is, so that what `run` tells can be told of it; None if it is all of them.
+        run: as for `block_attention`, with slot numbers of the whole cache.
+        stripes: which slots of the whole cache are in this part, to convert the slot numbers of `run`; None if all are.
 
     Returns:
-        The attended values, and the logarithms of the sums of exponentials, -inf for a query that sees nothing.
+        The attended values, and the log-sum-exp of the logits, -inf for a query that attends to nothing.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"scale": scale, "window": window, "run": run, "stripes": stripes}
     return _PARTIAL(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)

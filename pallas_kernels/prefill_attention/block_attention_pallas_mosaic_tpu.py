@@ -1,8 +1,9 @@
-"""Block attention for TPUs: a grid over rows, KV heads, tiles of queries and tiles of slots, with a running softmax in VMEM.
+"""Mosaic TPU kernel of `block_attention`: a grid over sequences, KV heads, tiles of queries and tiles of slots, with a
+running softmax in VMEM.
 
-All queries of a group are rows of one matrix. From the least and greatest position in each tile it is known before the grid starts which
-slots a tile of queries can see: others are neither fetched (their index is that of the nearest one that is, and a tile that stays is not
-fetched again) nor computed.
+All queries of a group are rows of one matrix. The smallest and largest positions of each tile determine, before the
+grid starts, which tiles of slots each tile of queries can see. Other tiles are neither computed nor fetched: their
+index is that of the nearest visible tile, and the pipeline does not fetch the same tile twice in a row.
 """
 
 import functools
@@ -21,16 +22,16 @@ from ..products import dot
 from .types import Run, Stripes
 
 ROWS, SLOTS = 512, 512
-"""Queries and slots of a tile."""
+"""Queries and slots per tile."""
 
 SCALARS = 65536
-"""The most tiles of slots, of all rows and heads, whose bounds are held in scalar memory."""
+"""Maximum number of tiles of slots, over all sequences and heads. Their bounds are in scalar memory."""
 
 FAR = jnp.iinfo(jnp.int32).max
 
 
 def unsupported_reason(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     dim = k.shape[-1]
     if dim % 64 or dim > 256:
         return f"head dim {dim} is not a multiple of 64 up to 256"
@@ -72,7 +73,7 @@ def partial_block_attention(
     stripes: Stripes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
-    """The same with the logarithms of the sums; see the public function."""
+    """Also return the log-sum-exp; see the public function."""
     out, sums = _over_slots(q, k, v, q_pos, pos, weight, scale=scale, window=window, interpret=interpret, sums=True)
     group = q.shape[2] // k.shape[1]
     return out, einops.rearrange(sums[:, :, 0, : q.shape[1] * group], "b k (s g) -> b s (k g)", g=group)
@@ -91,7 +92,7 @@ def _over_slots(
     interpret: bool,
     sums: bool = False,
 ) -> list[Array]:
-    """The attended values and, if asked for, the logarithm of each query's sum of exponentials: [B, K, 1, queries of a group]."""
+    """Return the attended values and, if requested, the log-sum-exp [B, K, 1, queries of a group]."""
     batch, size, heads, dim = q.shape
     kv_heads, slots = k.shape[1:3]
     group = heads // kv_heads
@@ -104,7 +105,7 @@ def _over_slots(
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
     q_rows = jnp.pad(jnp.repeat(q_pos, group, axis=1), ((0, 0), (0, padding)), constant_values=-1)
 
-    # What each tile of queries sees, from the first to the last tile of slots.
+    # The first and the last tile of slots that each tile of queries sees.
     def tiled(x: Array, fill: int, tiles: int, width: int) -> Array:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, tiles * width - x.shape[-1])], constant_values=fill)
         return x.reshape(*x.shape[:-1], tiles, width)
@@ -133,7 +134,7 @@ def _over_slots(
         specs.append(line)
     results, places = [jax.ShapeDtypeStruct(queries.shape, q.dtype)], [mine]
     if sums:
-        # Along lanes, of which a column of numbers would fill one in 128.
+        # Along lanes: a column would use one lane in 128.
         results.append(jax.ShapeDtypeStruct((batch, kv_heads, 1, row_tiles * rows), jnp.float32))
         places.append(pl.BlockSpec((None, None, 1, rows), lambda b, h, i, j, *_: (b, h, 0, i)))
     out, *others = pl.pallas_call(
@@ -192,7 +193,7 @@ def _body(
     def _fold() -> None:
         pos = pos_ref[...]
         slot = j * pos.shape[1] + jax.lax.broadcasted_iota(jnp.int32, pos.shape, 1)
-        live = (pos >= 0) & (slot < slots)  # beyond the end a tile holds anything
+        live = (pos >= 0) & (slot < slots)  # a tile's contents after the last slot are undefined
         distance = q_pos_ref[...] - pos
         seen = live & (distance >= 0)
         if window is not None:

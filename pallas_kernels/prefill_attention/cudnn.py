@@ -1,4 +1,4 @@
-"""Causal attention on NVIDIA GPUs: cuDNN's flash attention."""
+"""`prefill_attention` on NVIDIA GPUs, by cuDNN's flash attention."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from jaxtyping import Array, Float
 
 
 def unsupported_reason(q: Array, *_: Any, **__: Any) -> str | None:
-    """Why cuDNN does not serve a case, or None if it does."""
+    """Return why cuDNN does not support a case, or None if it does."""
     if q.dtype.itemsize != 2 or q.shape[-1] > 128 or q.shape[-1] % 8:
-        return f"cuDNN serves 16-bit heads of up to 128 channels, a multiple of 8; got {q.dtype} with head dim {q.shape[-1]}"
+        return f"cuDNN needs 16-bit types and a head dim up to 128, a multiple of 8; got {q.dtype} with head dim {q.shape[-1]}"
     return None
 
 
@@ -21,7 +21,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of every token over itself and those before it; see the public function."""
+    """Causal softmax attention; see the public function."""
     return jax.nn.dot_product_attention(
         q,
         k,

@@ -1,8 +1,8 @@
-"""Causal attention in plain XLA, with memory that grows with T and not with T².
+"""XLA reference of causal attention, with memory proportional to T instead of T².
 
-A short prompt is one masked softmax. A longer one is cut into query blocks, and each walks the key blocks up to its own with
-a running softmax (Milakov & Gimelshein 2018; FlashAttention): no T × T array exists, and nothing above the diagonal is
-computed.
+A short prompt is one masked softmax. A longer one is split into query blocks. Each loops over the key blocks up to its
+own with a running softmax (Milakov & Gimelshein 2018; FlashAttention). No T × T array exists, and blocks above the
+diagonal are not computed.
 """
 
 import einops
@@ -14,10 +14,10 @@ from ..masking import MASKED
 from .types import Run, Stripes
 
 BLOCK = 256
-"""Tokens in a query or key block: the fastest on 2 CPU cores (`benchmarks/results/prefill-attention.json`)."""
+"""Tokens per query or key block: the fastest on 2 CPU cores (`benchmarks/results/prefill-attention.json`)."""
 
 SLOTS = 1024
-"""Slots that `block_attention` takes at a time."""
+"""Slots that `block_attention` processes at a time."""
 
 
 def prefill_attention(
@@ -28,7 +28,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of every token over itself and those before it; see the public function."""
+    """Causal softmax attention; see the public function."""
     batch, length, heads, dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim)
     if length <= BLOCK:
@@ -46,7 +46,9 @@ def _visible(q_pos: Int[Array, " Q"], k_pos: Int[Array, " S"], window: int | Non
 
 
 def _block(q: Array, k: Array, v: Array, visible: Array, scale: float) -> tuple[Array, Array, Array]:
-    """Maximum logit, sum of exponentials and unnormalised values of one query block over one key block."""
+    """Return the maximum logit, the sum of exponentials and the unnormalised values of one query block over one key
+    block.
+    """
     logits = jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32) * scale
     logits = jnp.where(visible[None, :, None, None], logits, MASKED)
     top = jnp.max(logits, axis=-1)
@@ -62,7 +64,7 @@ def _blockwise(q: Array, k: Array, v: Array, scale: float, window: int | None) -
     offsets = jnp.arange(BLOCK, dtype=jnp.int32)
 
     def attend(i: Array) -> Array:
-        """One query block over the key blocks that it can see."""
+        """Attend with one query block to the key blocks that it can see."""
         rows = jax.lax.dynamic_slice_in_dim(q, i * BLOCK, BLOCK, axis=1)
 
         def fold(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -117,9 +119,9 @@ def partial_block_attention(
     run: Run | None = None,
     stripes: Stripes | None = None,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
-    """The same with the logarithms of the sums; see the public function.
+    """Also return the log-sum-exp; see the public function.
 
-    A running softmax over blocks of slots, so that only one block's logits are in memory.
+    A running softmax over blocks of slots keeps only one block's logits in memory.
     """
     size = pos.shape[-1]
     block = min(SLOTS, size)
@@ -128,7 +130,7 @@ def partial_block_attention(
 
     def step(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = sums
-        at = jnp.minimum(i * block, size - block)  # the last block overlaps the one before
+        at = jnp.minimum(i * block, size - block)  # the last block overlaps the previous one
         keys, values, places, extra = (jax.lax.dynamic_slice_in_dim(x, at, block, axis=2) for x in (k, v, pos, bias))
         live = (places >= 0) & (at + jnp.arange(block, dtype=jnp.int32) >= i * block)
         distance = q_pos[:, None, :, None] - places[:, :, None]

@@ -1,4 +1,4 @@
-"""Causal attention on TPUs: JAX's own splash attention, which skips the blocks that a mask leaves empty."""
+"""`prefill_attention` on TPUs, by JAX's splash attention, which skips blocks that are fully masked."""
 
 import functools
 from typing import Any
@@ -9,11 +9,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 BLOCK = 512
-"""Queries and keys at a time, at most."""
+"""Maximum number of queries and of keys per block."""
 
 
 def unsupported_reason(q: Array, *_: Any, **__: Any) -> str | None:
-    """Why splash attention does not serve a case, or None if it does."""
+    """Return why splash attention does not support a case, or None if it does."""
     length, dim = q.shape[1], q.shape[-1]
     if length % 128:
         return f"{length} tokens are not a multiple of 128"
@@ -31,19 +31,20 @@ def prefill_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of every token over itself and those before it; see the public function."""
+    """Causal softmax attention; see the public function."""
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     kernel = _kernel(length, heads // kv_heads, window, interpret)
     grouped = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
     keys, values = (x.swapaxes(1, 2) for x in (k, v))
-    # The kernel takes no scale; queries are scaled and rounded instead, which in bfloat16 moves a logit by up to 0.4 %.
+    # The kernel has no scale argument. The queries are scaled and rounded instead, which changes a logit by up to 0.4 %
+    # in bfloat16.
     out: Any = jax.vmap(jax.vmap(kernel))((grouped * scale).astype(q.dtype), keys, values)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def _kernel(length: int, group: int, window: int | None, interpret: bool) -> splash.SplashAttentionKernel:
-    """The kernel of one KV head and its queries."""
+    """Return the kernel of one KV head and its query heads."""
     shape = length, length
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     block = next(size for size in (BLOCK, 256, 128) if length % size == 0)

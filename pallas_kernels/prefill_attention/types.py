@@ -1,4 +1,4 @@
-"""What block attention may be told besides queries and slots."""
+"""Optional arguments of block attention, which describe the order of the slots."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from jaxtyping import Array, Int
 
 
 class Run(NamedTuple):
-    """Slots that stand as they came: what is kept, and right after it the tokens whose queries are asked, in order.
+    """Slots in order of position: the kept tokens, immediately followed by the tokens of the queries.
 
-    The slot of row b's query s is `own + s` in every head, though its token's key may stand there or, past a row's end, nothing.
+    Query s of a sequence belongs to slot own + s in every head. Slots after the end of a sequence are free.
 
     Attributes:
         first: slots before it are free.
-        own: slot of the first query's token; each slot from `first` on and before it holds an earlier token or is free.
+        own: slot of the first query's token. Slots from `first` up to it contain earlier tokens or are free.
     """
 
     first: Int[Array, "B K"]
@@ -22,12 +22,12 @@ class Run(NamedTuple):
 
 
 class Stripes(NamedTuple):
-    """Which part of all slots is given: every `parts`-th of their stripes, from stripe `part` on.
+    """Which slots of the whole cache are in this part, if the slots are sharded block-cyclically in stripes.
 
     Attributes:
-        width: slots of a stripe.
-        parts: among which stripes are dealt in turn.
-        part: which of them this is, from 0.
+        width: slots per stripe.
+        parts: number of parts. Part p has the stripes p, p + parts, p + 2 · parts, and so on.
+        part: index of this part.
     """
 
     width: int
@@ -35,13 +35,13 @@ class Stripes(NamedTuple):
     part: Int[Array, ""]
 
     def below(self, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """How many of this part stand before a slot, counted among all."""
+        """Return how many slots of this part precede slot `slot` of the whole cache."""
         width, round_ = (jnp.asarray(n, jnp.int32) for n in (self.width, self.width * self.parts))
         of_last = jax.lax.rem(slot, round_) - self.part * width
         return jax.lax.div(slot, round_) * width + jnp.minimum(jnp.maximum(of_last, 0), width)
 
     def among_all(self, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """Where a slot of this part stands among all."""
+        """Return the slot number in the whole cache of slot `slot` of this part."""
         width = jnp.asarray(self.width, jnp.int32)
         stripe = jax.lax.div(slot, width) * self.parts + self.part
         return stripe * width + jax.lax.rem(slot, width)

@@ -1,7 +1,8 @@
-"""Matrix products of a decoding step's few rows, with what comes before and after them.
+"""Matmuls of model weights, with optional RMS norm before and residual or gate after. The models call it for every
+projection.
 
-Once JAX drops Pallas' Triton backend: Mosaic GPU on Hopper and later, as `fused_decode_block` does between layers;
-cuBLAS by way of XLA elsewhere.
+The kernels are for the few rows of a decode step. If JAX removes Pallas' Triton backend, Mosaic GPU can replace them on
+Hopper and later GPUs, as `fused_decode_block` does between layers. Other GPUs then use cuBLAS through XLA.
 """
 
 from .api import gated_projection as gated_projection

@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes them."""
+"""Public functions. Each `Op` picks a Triton kernel or XLA."""
 
 import os
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from .types import Norm
 def _prefer_xla_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_autotune_level=0" in flags or "xla_gpu_enable_triton_gemm=false" in flags:
-        return None  # what XLA takes without trying first writes the whole matrix in float32 first
+        return None  # without autotuning, XLA first converts the whole matrix to float32
     if max(w.shape[0] for w in weights) > 65536 and not any(isinstance(w, QuantizedMatrix) for w in weights):
-        return "of so many outputs XLA's own kernel is as fast (128256 of 4096 inputs on an H200: 255 us, these kernels 270)"
+        return "XLA is as fast for this many outputs (128256 of 4096 inputs on an H200: 255 us, these kernels 270 us)"
     return None
 
 
@@ -34,23 +34,27 @@ def projection(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> list[Float[Array, "*B _"]]:
-    """Inputs times each of some matrices, summed in float32.
+    """Multiply inputs with one or more matrices, accumulating in float32.
 
-    A product rounds to the type of `x` before a residual is added. With `norm`, a Pallas kernel divides by the root of the mean
-    square after the product instead of before: what it returns is nearer the exact result, in which it differs from XLA.
+    A product is rounded to the dtype of `x` before the residual is added. With `norm`, a Pallas kernel divides by the
+    root mean square after the matmul instead of before. Its result is closer to the exact one than XLA's.
 
     Args:
         x: inputs; each matrix multiplies all of them.
-        weights: matrices [_, D] as checkpoints keep them, outputs first; each may have other outputs, and all may be in 8 or in 4 bits
-            (`QuantizedMatrix`).
+        weights: matrices [_, D] as in checkpoints, outputs first. The numbers of outputs can differ. All can be 8-bit
+            or 4-bit (`QuantizedMatrix`).
         norm: RMS norm of the inputs.
-        residual: added to the product of the only matrix.
-        dtype: of the products, that of `x` if not given.
-        implementation: "auto" takes the device's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        residual: added to the product; only for a single matrix.
+        dtype: dtype of the products, by default that of `x`.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        One array [*B, outputs] per matrix.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     options = {"norm": norm, "residual": residual, "dtype": x.dtype if dtype is None else jnp.dtype(dtype)}
     return _PROJECTION(x, weights, **options, implementation=implementation, interpret=interpret)
@@ -65,23 +69,27 @@ def gated_projection(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "*B O"]:
-    """silu(gate x) · up x, of inputs that may be RMS-normed first: the wide half of a gated MLP (Shazeer 2020).
+    """Compute silu(gate x) · up x, with an optional RMS norm of x: the first half of a gated MLP (Shazeer 2020).
 
     Args:
         x: inputs.
-        gate, up: matrices [O, D] as checkpoints keep them, outputs first.
+        gate, up: matrices [O, D] as in checkpoints, outputs first.
         norm: RMS norm of the inputs.
-        implementation: "auto" takes the device's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The gated activations in the dtype of `x`.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     return _GATED(x, (gate, up), norm=norm, implementation=implementation, interpret=interpret)
 
 
 def lookup(table: Matrix, indices: Int[Array, "*B"], dtype: Any) -> Float[Array, "*B D"]:
-    """Rows of a table, such as the embeddings of tokens; those of one in 8 or 4 bits are dequantised to `dtype`."""
+    """Return rows of a table, such as token embeddings. Rows of a quantised table are dequantised to `dtype`."""
     if isinstance(table, QuantizedMatrix):
         return table.rows(indices).dequantized(dtype)
     return jnp.take(table, indices, axis=0)

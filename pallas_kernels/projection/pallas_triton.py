@@ -1,9 +1,13 @@
-"""Matrix products with a few rows for GPUs, as Triton kernels that read each weight once.
+"""Triton kernels of `projection` and `gated_projection`, for a few rows. They read each weight once.
 
-A program makes a block of outputs. It walks the inputs with the rows and its part of the weights, so that nothing but the outputs
-is written. RMS norm of one row costs no pass of its own: the inputs are multiplied by the gain on the way, their squares summed
-beside the products, and the products divided by the root at the end. The matrix units multiply, with rows of zeros where there are
-fewer than they take; but for one normed row, which is multiplied and added up in registers.
+A program computes a block of outputs. It loops over the inputs and its part of the weights, and writes only the
+outputs.
+
+The RMS norm of a single row needs no separate pass. Inputs are multiplied by the gain as they are read, and their
+squares are summed beside the products. At the end, the products are divided by the root mean square.
+
+The matrix units multiply, with rows padded by zeros to the minimum. The exception is a single normed row, which is
+multiplied and summed in registers.
 """
 
 import functools
@@ -22,22 +26,22 @@ from .quantized_pallas_triton import alike, in_order_of, products, products_of_o
 from .types import Norm
 
 ROWS = 16
-"""The most rows that these kernels take."""
+"""Maximum number of rows that these kernels support."""
 
 
 def unsupported_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
-    """Why these kernels do not serve a case, or None if they do."""
+    """Return why these kernels do not support a case, or None if they do."""
     if reason := triton_unsupported():
         return reason
     if x.ndim != 2 or x.shape[0] > ROWS:
-        return f"inputs are {x.shape}, not up to {ROWS} rows"
+        return f"inputs have shape {x.shape}, not [B, D] with up to {ROWS} rows"
     packed = [w for w in weights if isinstance(w, QuantizedMatrix)]
     if packed and len(packed) < len(weights):
-        return "some weights are in 8 or 4 bits and others are not"
+        return "some weights are quantised and others are not"
     if reason := unsupported_weights(packed):
         return reason
     if {x.dtype, *(w.dtype for w in weights if not isinstance(w, QuantizedMatrix))} != {jnp.dtype(jnp.bfloat16)}:
-        return "not everything is bfloat16"
+        return "not all arrays are bfloat16"
     if x.shape[1] % 128:
         return f"{x.shape[1]} inputs are not a multiple of 128"
     if any(w.shape[0] % 16 for w in weights):
@@ -56,18 +60,21 @@ def projection(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> list[Float[Array, "B _"]]:
-    """Products with each of `weights`, or one of both where `gated`; see the public functions.
+    """Multiply by each of `weights`, or compute the gated product of two; see the public functions.
 
     Args:
-        sizes: `outputs` of a program, `inputs` read at a time, `warps` and `stages` of it, and whether the matrix `units` multiply,
-            instead of the tuned ones. For one row by weights in few bits without, `inputs` are best fewer than a program's threads, or
-            Triton brings levels to the inputs' layout by way of shared memory.
+        gated: whether to compute silu(first) · second.
+        sizes: `outputs` per program, `inputs` read at a time, `warps`, `stages`, and whether the matrix `units`
+            multiply, instead of the tuned sizes. For one row and quantised weights without matrix units, use fewer
+            `inputs` than threads per program. Otherwise Triton converts codes to the inputs' layout through shared
+            memory.
     """
     rows, depth = x.shape
     first = weights[0]
     kind = first.kind if isinstance(first, QuantizedMatrix) else ""
     group = depth // first.levels.shape[-1] if isinstance(first, GroupedMatrix) else 1
-    # In the loop of the matrix units it costs more than on its own, and inputs of other types or orders are written anew anyway.
+    # In the matmul loop, the norm costs more than as a separate step. Inputs of other dtypes or orders are written
+    # again anyway.
     if norm is not None and (rows > 1 or kind):
         x, norm = norm(x), None
     if not alike(weights):
@@ -105,7 +112,7 @@ def projection(
 def gated_projection(
     x: Float[Array, "B D"], weights: Sequence[Matrix], *, norm: Norm | None = None, **options: Any
 ) -> Float[Array, "B O"]:
-    """One product of the first matrix's, gated, and the second's; `options` as for `projection`."""
+    """Compute the gated product of two matrices; `options` are as for `projection`."""
     (out,) = projection(x, weights, norm=norm, residual=None, dtype=x.dtype, gated=True, **options)
     return out
 
@@ -114,7 +121,7 @@ def gated_projection(
 def _call(
     inputs: list[Any], *, options: tuple[tuple[str, Any], ...], dtype: Any, warps: int, stages: int, interpret: bool
 ) -> list[Float[Array, "B _"]]:
-    """The kernel, traced and lowered once for all layers."""
+    """Call the kernel. It is traced and lowered once for all layers."""
     body = functools.partial(_body, **dict(options))
     rows, outputs, blocks = inputs[0].shape[0], body.keywords["outputs"], body.keywords["blocks"]
     products = triton_call(
@@ -132,10 +139,11 @@ def _call(
 def _sizes(
     rows: int, depth: int, counts: Sequence[int], gated: bool, normed: bool, kind: str, group: int
 ) -> dict[str, int]:
-    """Block sizes: a warp has 16 outputs, and of their weights 16 to 40 KB under way.
+    """Return block sizes: 16 outputs per warp, with 16 to 40 KB of their weights in flight.
 
-    Tried on an H200 in a chain of all four projections of layers of Llama-3.1-8B's shape: what is best for one of them is within
-    2 % for the others, but for the gated pair, which reads two matrices at a time, and more than this chokes.
+    They were tuned on an H200, in a chain of all four projections of layers with Llama-3.1-8B's shape. The best sizes
+    of one projection are within 2 % of the best for the others. The exception is the gated pair, which reads two
+    matrices at a time, and slows down with more than this in flight.
     """
     if normed and not gated:
         sizes = {"outputs": 4, "inputs": _divisor(depth, 1024), "warps": 4, "stages": 1, "units": 0}
@@ -148,7 +156,7 @@ def _sizes(
 
 
 def _divisor(depth: int, most: int) -> int:
-    """The largest power of two up to `most` that divides `depth`."""
+    """Return the largest power of two up to `most` that divides `depth`."""
     return min(most, depth & -depth)
 
 
@@ -166,18 +174,18 @@ def _body(
     rounded: Any,
     interpreted: bool,
 ) -> None:
-    """One block of the outputs of one matrix, or of the gated pair."""
+    """Compute one block of outputs of one matrix, or of the gated pair."""
     gain_ref, *rest = refs if eps is not None else (None, *refs)
     weight_refs, rest = rest[:matrices], rest[matrices:]
     residual_ref, *out_refs = rest if added else (None, *rest)
     multiply = functools.partial(
         _products, x_ref, gain_ref, eps=eps, inputs=inputs, outputs=outputs, units=units, interpreted=interpreted
     )
-    program = pl.program_id(0)  # here, as the interpreter does not know it within a branch
+    program = pl.program_id(0)  # outside the branch, since the interpreter does not support it inside
     if gated:
         first = program * outputs
         gate, up = multiply(weight_refs, first)
-        # Rounded as the products are where they are made one by one.
+        # Round as separate calls for each product would.
         gate, up = gate.astype(rounded).astype(jnp.float32), up.astype(rounded).astype(jnp.float32)
         _write(out_refs[0], first, gate * jax.nn.sigmoid(gate) * up)
         return
@@ -211,7 +219,7 @@ def _products(
     units: bool,
     interpreted: bool,
 ) -> list[Float[Array, "O R"]]:
-    """`outputs` products of each matrix from `first` on, in float32, for the rows, padded to R."""
+    """Multiply: `outputs` outputs of each matrix from output `first` on, in float32, for the rows, padded to R."""
     rows, depth = x_ref.shape
     padded = max(8, pl.next_power_of_2(rows)) if units else rows
     if isinstance(weight_refs[0], QuantizedMatrix):
@@ -251,13 +259,13 @@ def _products(
 
 
 def _root(squares: Float[Array, "R I"], depth: int, eps: float | None) -> Float[Array, " R"]:
-    """What rows are divided by in the norm, inverted."""
+    """Return one over the root mean square of each row."""
     assert eps is not None
     return jax.lax.rsqrt(jnp.sum(squares, axis=1) / depth + eps)
 
 
 def _rows(x_ref: Any, at: Any, padded: int) -> Float[Array, "R I"]:
-    """Some inputs of all rows; zeros in those that only fill up."""
+    """Load some inputs of all rows, with zeros in padding rows."""
     rows, size = x_ref.shape[0], at.size
     if rows == padded:
         return x_ref[:, at]
@@ -268,7 +276,7 @@ def _rows(x_ref: Any, at: Any, padded: int) -> Float[Array, "R I"]:
 
 
 def _places(ref: Any, first: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Row, column and whether it exists, for outputs [O, R]."""
+    """Return the row, the column, and whether it exists, for outputs [O, R]."""
     rows, (count, padded) = ref.shape[0], shape
     row = jnp.arange(padded, dtype=jnp.int32)[None]
     column = (first + jnp.arange(count, dtype=jnp.int32))[:, None]

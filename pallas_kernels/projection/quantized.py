@@ -1,7 +1,7 @@
-"""Matrices in 8 and 4 bits, and their products as XLA computes them: what is multiplied is dequantised on the way.
+"""8-bit and 4-bit weight matrices, and their XLA matmuls, which dequantise on the fly.
 
-Both stand where an array of floats stands among a model's parameters. Which numbers a matrix holds is told by its arrays alone, so
-that files need nothing but the arrays.
+They replace float arrays among a model's parameters. The arrays alone determine the format, so that files need no other
+metadata.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from ..device import target
 
 @flax.struct.dataclass
 class Int8Matrix:
-    """Eight bits a number and a scale per output, symmetric: `levels * scale`. O outputs, I inputs.
+    """Symmetric int8 weights with one scale per output: `levels * scale`. O outputs, I inputs.
 
     Attributes:
-        levels: -127 to 127.
-        scale: of each output, float32.
+        levels: codes from -127 to 127.
+        scale: scale of each output, float32.
     """
 
     levels: Int8[Array, "O I"]
@@ -30,30 +30,30 @@ class Int8Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Number of outputs and inputs."""
         outputs, inputs = self.levels.shape
         return outputs, inputs
 
     @property
     def kind(self) -> str:
-        """How it is called."""
+        """Name of the format."""
         return "int8"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Bytes of all arrays."""
         return nbytes_of(self)
 
     def rows(self, indices: Int[Array, "*B"]) -> "Int8Matrix":
-        """The matrix of these outputs, in any shape."""
+        """Return the rows of these outputs, as a matrix with batch axes `*B`."""
         return Int8Matrix(jnp.take(self.levels, indices, axis=0), jnp.take(self.scale, indices, axis=0))
 
     def dequantized(self, dtype: Any) -> Float[Array, "*B I"]:
-        """The numbers themselves, computed in float32 and rounded once."""
+        """Return the weights, dequantised in float32 and rounded once."""
         return (self.levels.astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]).astype(dtype)
 
     def product(self, x: Float[Array, "*B I"], dtype: Any) -> Float[Array, "*B O"]:
-        """Levels are exact in any type of `x`, so that only the sum is scaled, in float32."""
+        """Multiply inputs by the codes and scale the sums in float32. Codes are exact in the dtype of `x`."""
         levels = self.levels.astype(x.dtype)
         sums = jnp.einsum("...i,oi->...o", x, levels, preferred_element_type=jnp.float32)
         return (sums * jnp.broadcast_to(self.scale, sums.shape)).astype(dtype)
@@ -61,17 +61,21 @@ class Int8Matrix:
 
 @flax.struct.dataclass
 class GroupedMatrix:
-    """Four or eight bits a number, with a scale for each group of neighbouring inputs and perhaps what its lowest level stands for:
-    `(level - centre) * scale + minimum`. O outputs, G groups of M inputs.
+    """4-bit or 8-bit weights with one scale, and optionally one minimum, per group of neighbouring inputs.
 
-    Groups are the last axis of all arrays: what a scale multiplies lies in its lane then, and XLA's TPU compiler dequantises inside the
-    product. (Of 14336 by 4096 numbers and one row, a v5e's step reads 67 MB so, and 389 MB with a group's inputs side by side.)
+    A weight is `(level - centre) * scale + minimum`. O outputs, G groups of M inputs.
+
+    Groups are the last axis of all arrays. A scale is then in the lane of the codes that it multiplies, and XLA's TPU
+    compiler dequantises inside the matmul. For a matrix of 14336 by 4096 and one row, a step on a v5e then reads 67 MB.
+    With a group's inputs adjacent it reads 389 MB.
 
     Attributes:
-        levels: of 8 bits [O, M, G]; of 4 bits two to a byte [O, M / 2, G], the low half is input m of its group, the high one m + M / 2.
-        scale: [O, G]; integers where they count units.
-        minimum: [O, G], added. Without it the centre of 4 bits is 8; else it is 0.
-        scale_unit, minimum_unit: [O, U], each of as many groups in a row; of scales and minima that are integers.
+        levels: 8-bit codes [O, M, G], or two 4-bit codes per byte [O, M / 2, G]. The low half is input m of its group,
+            and the high half is input m + M / 2.
+        scale: [O, G]; integers if `scale_unit` is given.
+        minimum: [O, G], added to the scaled codes. If it is None, the centre of 4-bit codes is 8; otherwise it is 0.
+        scale_unit, minimum_unit: [O, U], factors of integer scales and minima. Each applies to G / U consecutive
+            groups.
     """
 
     levels: UInt8[Array, "O half G"] | Int8[Array, "O M G"]
@@ -82,38 +86,40 @@ class GroupedMatrix:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two numbers."""
+        """Whether a byte has two codes."""
         return self.levels.dtype == jnp.uint8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Number of outputs and inputs."""
         outputs, members, groups = self.levels.shape
         return outputs, members * groups * (2 if self.packed else 1)
 
     @property
     def kind(self) -> str:
-        """How it is called."""
+        """Name of the format."""
         return "int4" if self.packed else "int8 in groups"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Bytes of all arrays."""
         return nbytes_of(self)
 
     def rows(self, indices: Int[Array, "*B"]) -> "GroupedMatrix":
-        """The matrix of these outputs, in any shape."""
+        """Return the rows of these outputs, as a matrix with batch axes `*B`."""
         return jax.tree.map(lambda array: jnp.take(array, indices, axis=0), self)
 
     def dequantized(self, dtype: Any) -> Float[Array, "*B I"]:
-        """The numbers themselves, computed in float32 and rounded once."""
+        """Return the weights, dequantised in float32 and rounded once."""
         numbers = jnp.concatenate(self._parts(dtype), axis=-2).swapaxes(-1, -2)
         return numbers.reshape(*numbers.shape[:-2], -1)
 
     def product(self, x: Float[Array, "*B I"], dtype: Any) -> Float[Array, "*B O"]:
-        """Numbers are rounded to the type of `x` and multiplied, in two halves where two are in a byte; the sum is rounded once."""
+        """Multiply by weights rounded to the dtype of `x`, and round the sum once. Packed codes are multiplied in two
+        halves.
+        """
         groups = self.levels.shape[-1]
-        # Inputs in the order of the levels: members of a group first, so that nothing larger than `x` is laid out again.
+        # Reorder the inputs like the codes, members of a group first: nothing larger than `x` changes its layout.
         x = x.reshape(*x.shape[:-1], groups, -1).swapaxes(-1, -2)
         parts = self._parts(x.dtype)
         sums = [
@@ -123,7 +129,7 @@ class GroupedMatrix:
         return sum(sums[1:], sums[0]).astype(dtype)
 
     def _parts(self, dtype: Any) -> list[Float[Array, "*B _ G"]]:
-        """The numbers by members and groups: all of them, or those in low and in high halves."""
+        """Return the weights by members and groups: all of them, or those of the low and of the high half-bytes."""
         scale, minimum = (
             _in_units(given, unit, self.levels.shape[-1])
             for given, unit in ((self.scale, self.scale_unit), (self.minimum, self.minimum_unit))
@@ -140,36 +146,40 @@ class GroupedMatrix:
 
 
 QuantizedMatrix = Int8Matrix | GroupedMatrix
-"""A matrix that stays in 8 or 4 bits."""
+"""A matrix stored as 8-bit or 4-bit codes."""
 
 Matrix = Float[Array, "_ _"] | QuantizedMatrix
-"""A matrix of weights as checkpoints keep them, outputs first."""
+"""A weight matrix as in checkpoints, outputs first."""
 
 
 def multiplied(x: Float[Array, "*B I"], w: QuantizedMatrix, dtype: Any) -> Float[Array, "*B O"]:
-    """The product with such a matrix, accumulated in float32, dequantised anew each time.
+    """Multiply by a quantised matrix, accumulating in float32. It is dequantised again in every call.
 
-    XLA's TPU compiler does so by itself, but for 4 bits and several rows, of which it may make all floats of a matrix first. For GPUs
-    it might dequantise all matrices before a loop that multiplies by them, and keep the floats. For CPUs it begins whatever waits for
-    nothing at once, so that all floats are there at a time, and forgets barriers before it orders: so there a matrix waits for the
-    first input.
+    XLA needs help to do this, except on TPUs:
+
+    - On TPUs, the compiler dequantises inside the matmul. For 4 bits and several rows it may dequantise the whole
+      matrix first.
+    - On GPUs, it may dequantise all matrices before a loop that uses them, and keep the results. An optimization
+      barrier prevents this.
+    - On CPUs, it starts every operation that has no pending inputs, so that all dequantised matrices exist at once, and
+      it drops barriers before it schedules. A data dependency on the first input prevents this.
     """
     platform = target().platform
     if platform == "gpu":
         x, w = jax.lax.optimization_barrier((x, w))
     elif platform == "cpu":
-        never = jnp.tanh(x.reshape(-1)[0]) > 2  # which the compiler does not know
+        never = jnp.tanh(x.reshape(-1)[0]) > 2  # always False, but not to the compiler
         w = dataclasses.replace(w, levels=w.levels ^ never.astype(w.levels.dtype))
     return w.product(x, dtype)
 
 
 def is_quantized(weight: Any) -> bool:
-    """Whether this is a matrix in 8 or 4 bits; for `jax.tree` functions that are to stop at one."""
+    """Return whether this is a quantised matrix, for example as `is_leaf` of `jax.tree` functions."""
     return isinstance(weight, QuantizedMatrix)
 
 
 def nbytes_of(tree: Any) -> int:
-    """Bytes of all arrays of a pytree, also of shapes."""
+    """Return the bytes of all arrays, or array shapes, of a pytree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

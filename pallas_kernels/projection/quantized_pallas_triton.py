@@ -1,9 +1,12 @@
-"""Products of a few rows with matrices in 8 and 4 bits, within a Triton kernel: what is read of the matrices is their bits.
+"""Matmuls of a few rows with 8-bit and 4-bit weights inside the Triton kernels of `pallas_triton.py`. They only read
+the codes.
 
-For several rows numbers become floats of the inputs' type in registers, as `QuantizedMatrix.product` has them, and the matrix units
-multiply. For one row there is little to multiply, and what counts is instructions per number, of which a byte's way to memory leaves
-time for some seven: levels become floats by the bits of 2^23 above them, four at a time, and are multiplied as they are; what scales
-and minima make of the sums of a group is done once for the group.
+For several rows, weights are dequantised in registers to the dtype of the inputs, as in `QuantizedMatrix.product`, and
+the matrix units multiply.
+
+For one row, the limit is the number of instructions per weight: about seven fit into the time that memory takes per
+byte. Codes become floats by placing their bits below those of 2^23, four codes at a time. They are multiplied unscaled.
+Scales and minima are applied to the sums, once per group.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +21,17 @@ from ..triton import backend
 from .quantized import GroupedMatrix, Int8Matrix, Matrix, QuantizedMatrix
 
 LEAST = 16
-"""Numbers that the matrix units multiply at a time, at least."""
+"""Minimum size of a matmul on the matrix units."""
 
 TOGETHER = 8
-"""Loads of levels that are under way together, at most: of more, two matrices' would not fit in registers."""
+"""Maximum number of loads of codes in flight. With more, those of two matrices would not fit in registers."""
 
 ACROSS = (((1,), (1,)), ((), ()))
-"""Both are multiplied along their second axis."""
+"""Dimension numbers: contract the second axis of both operands."""
 
 
 def unsupported_weights(weights: Sequence[QuantizedMatrix]) -> str | None:
-    """Why kernels do not multiply by these, or None if they do."""
+    """Return why the kernels do not support these weights, or None if they do."""
     for w in weights:
         if isinstance(w, GroupedMatrix) and chunk_of(w.levels.shape[-1]) < LEAST:
             return f"{w.levels.shape[-1]} groups are not a multiple of {LEAST}"
@@ -36,18 +39,20 @@ def unsupported_weights(weights: Sequence[QuantizedMatrix]) -> str | None:
 
 
 def alike(weights: Sequence[Matrix]) -> bool:
-    """Whether these are of one kind, so that their inputs are in one order."""
+    """Return whether all matrices have one format, so that their inputs have the same order."""
     kinds = {(jax.tree.structure(w), w.levels.shape[1:] if isinstance(w, QuantizedMatrix) else ()) for w in weights}
     return len(kinds) == 1
 
 
 def chunk_of(groups: int, most: int = 128) -> int:
-    """Groups whose numbers are multiplied at a time: the largest power of two up to `most` that divides them."""
+    """Return the number of groups multiplied at a time: the largest power of two up to `most` that divides `groups`."""
     return min(most, groups & -groups)
 
 
 def in_order_of(x: Float[Array, "B I"], w: Matrix) -> Float[Array, "B I"]:
-    """Inputs in the order in which a kernel multiplies a matrix: of one in groups, members of all groups side by side."""
+    """Return the inputs in the order in which a kernel multiplies a matrix: for groups, the same member of all groups
+    adjacent.
+    """
     if not isinstance(w, GroupedMatrix):
         return x
     return x.reshape(x.shape[0], w.levels.shape[-1], -1).swapaxes(1, 2).reshape(x.shape)
@@ -56,12 +61,15 @@ def in_order_of(x: Float[Array, "B I"], w: Matrix) -> Float[Array, "B I"]:
 def products(
     w: QuantizedMatrix, rows: Callable[[Any], Float[Array, "R _"]], first: Array, count: int, padded: int, inputs: int
 ) -> Float[Array, "O R"]:
-    """`count` outputs from `first` on, in float32, of a matrix whose arrays are a kernel's references.
+    """Multiply by `count` outputs from output `first` on, in float32, of a matrix whose arrays are references.
 
     Args:
-        rows: the inputs in some places, in the matrix's order.
-        padded: R, rows and those that fill up.
-        inputs: how many are multiplied at a time, where they are in no groups.
+        w: the matrix.
+        rows: function that loads a span of the inputs, in the matrix's order.
+        first: index of the first output.
+        count: number of outputs.
+        padded: R, number of rows with padding.
+        inputs: inputs multiplied at a time, for a matrix without groups.
     """
     here = pl.ds(first, count)
     zeros = jnp.zeros((count, padded), jnp.float32)
@@ -102,7 +110,7 @@ def products(
 
 
 def with_sums_of(x: Float[Array, "B I"], w: Matrix) -> Float[Array, "B _"]:
-    """What `products_of_one` takes: inputs in the matrix's order, in float32, and behind them each group's sum."""
+    """Return the inputs of `products_of_one`: in the matrix's order and in float32, followed by each group's sum."""
     wide = in_order_of(x, w).astype(jnp.float32)
     if not isinstance(w, GroupedMatrix):
         return wide
@@ -117,12 +125,15 @@ def products_of_one(
     inputs: int,
     interpreted: bool,
 ) -> Float[Array, "O 1"]:
-    """The same for one row, by multiplying and adding in registers.
+    """Do the same for one row, in registers without matrix units.
 
     Args:
-        row: of what `with_sums_of` gives.
-        inputs: how many are multiplied at a time; of a matrix in groups, members of how many groups, at most.
-        interpreted: without the GPU's own instructions.
+        w: the matrix.
+        row: function that loads a span of the result of `with_sums_of`.
+        first: index of the first output.
+        count: number of outputs.
+        inputs: inputs multiplied at a time; for a matrix with groups, the maximum number of groups.
+        interpreted: avoid PTX, which the interpreter does not support.
     """
     here = pl.ds(first, count)
     add = _sums if interpreted else _sums_by_ptx
@@ -131,7 +142,7 @@ def products_of_one(
         together = chunk_of(steps, TOGETHER)
 
         def parts(i: Array, total: Array) -> Array:
-            for number in range(together):  # unrolled, so that their levels are under way together
+            for number in range(together):  # unrolled, so that their loads are in flight together
                 at = pl.ds((i * together + number) * inputs, inputs)
                 total = add(total, w.levels[here, at], row(at))
             return total
@@ -156,7 +167,8 @@ def products_of_one(
             return sums
 
         sums = jax.lax.fori_loop(0, members // together, some, jnp.zeros((count, size), jnp.float32))
-        # A number is (level - centre) * scale + minimum: of all but the level, the group's inputs count by their sum.
+        # A weight is (code - centre) * scale + minimum. The centre and the minimum multiply the sum of the group's
+        # inputs.
         group = row(pl.ds(len(halves) * members * groups + start, size))
         found = (sums - centre * group) * _factors(w.scale, w.scale_unit, *place)
         if w.minimum is not None:
@@ -168,7 +180,7 @@ def products_of_one(
 
 
 def _sums(total: Float[Array, "O X"], levels: Array, *x: Float[Array, "1 X"]) -> Float[Array, "O X"]:
-    """`total` and the levels times their inputs: bytes with one, low and high halves with two."""
+    """Return `total` plus codes times inputs. Bytes are one code with one input, or two half-bytes with two inputs."""
     if len(x) == 1:
         return total + levels.astype(jnp.float32) * x[0]
     low, high = levels.astype(jnp.int32) & 15, levels.astype(jnp.int32) >> 4
@@ -176,7 +188,10 @@ def _sums(total: Float[Array, "O X"], levels: Array, *x: Float[Array, "1 X"]) ->
 
 
 def _sums_by_ptx(total: Float[Array, "O X"], levels: Array, *x: Float[Array, "1 X"]) -> Float[Array, "O X"]:
-    """`_sums`, for four neighbours at a time. Triton would convert each number by itself, and multiply and add apart."""
+    """Do the same as `_sums` in PTX, for four adjacent columns at a time.
+
+    Triton would convert each code by itself, and not fuse multiplication and addition.
+    """
     (found,) = backend.elementwise_inline_asm(
         _BYTES if len(x) == 1 else _HALVES,
         args=[levels, *(jnp.broadcast_to(each, total.shape) for each in x), total],
@@ -188,14 +203,15 @@ def _sums_by_ptx(total: Float[Array, "O X"], levels: Array, *x: Float[Array, "1 
 
 
 def _ptx(parts: Sequence[str], above: int) -> str:
-    """PTX that adds levels times inputs to four sums.
+    """Return PTX that adds codes times inputs to four sums.
 
-    `prmt` puts a byte below the bits of 2^23, so that the float is `above` + its level, from which `above` is taken. Operand 0 to 3 is what
-    comes out, 4 the four bytes, 5 to 8 the inputs of the first part's, and so on, the last four the sums.
+    `prmt` places a byte in the lowest bits of 2^23, which gives the float `above` + code, and `above` is subtracted.
+    Operands 0 to 3 are the results, and 4 is the four bytes. Operands 5 to 8 are the inputs of the first part, and so
+    on. The last four are the sums.
 
     Args:
-        parts: the instructions that put four levels, a byte each, into `levels`.
-        above: 2^23, and what levels are above those that are meant.
+        parts: instructions that put four codes, one per byte, into `levels`.
+        above: 2^23, plus the offset of the codes.
     """
     sums = 5 + 4 * len(parts)
     lines = [".reg .b32 levels, number, sum<4>;"]
@@ -213,7 +229,7 @@ def _ptx(parts: Sequence[str], above: int) -> str:
 
 
 _BYTES = _ptx(["xor.b32 levels, $4, 0x80808080;"], 2**23 + 128)
-"""Levels from -128 to 127, made 0 to 255."""
+"""PTX for codes from -128 to 127, offset to 0 to 255."""
 
 _HALVES = _ptx(["and.b32 levels, $4, 0x0F0F0F0F;", "shr.b32 levels, $4, 4; and.b32 levels, levels, 0x0F0F0F0F;"], 2**23)
 
@@ -221,7 +237,7 @@ _HALVES = _ptx(["and.b32 levels, $4, 0x0F0F0F0F;", "shr.b32 levels, $4, 4; and.b
 def _factors(
     given: Any, unit: Any, first: Array, count: int, start: Array, size: int, groups: int
 ) -> Float[Array, "O _"]:
-    """Scales or minima of some groups, times what they count, which neighbouring groups share."""
+    """Load the scales or minima of some groups, and multiply them by their units, which neighbouring groups share."""
     factors = given[pl.ds(first, count), pl.ds(start, size)].astype(jnp.float32)
     if unit is None:
         return factors

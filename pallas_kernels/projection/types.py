@@ -1,4 +1,4 @@
-"""RMS norm, alone or as what comes before a product."""
+"""RMS norm, standalone or as an argument of the projections."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Norm(NamedTuple):
     """RMS norm (Zhang and Sennrich 2019).
 
     Attributes:
-        gain: factor on each channel, [D].
+        gain: factor of each channel, [D].
         eps: added to the mean square.
     """
 
@@ -19,7 +19,7 @@ class Norm(NamedTuple):
     eps: float
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """x / sqrt(mean(x²) + eps) · gain, in float32 inside."""
+        """Return x / sqrt(mean(x²) + eps) · gain, computed in float32."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return wide.astype(x.dtype) * jnp.broadcast_to(self.gain, x.shape)

@@ -1,7 +1,9 @@
-"""The highest scores of every row, as a mask or as places, and the tokens of a query's best clusters, as many as there is room for.
+"""Selection of the highest scores of every row, as a mask or as indices, and of the tokens of a query's best clusters.
 
-Once JAX drops Pallas' Triton backend: XLA, since Mosaic GPU has no counts or sums along a row that stays in registers across
-warps.
+Most policies choose with these the tokens or pages that they keep or read.
+
+If JAX removes Pallas' Triton backend, XLA replaces these kernels: Mosaic GPU cannot count or sum along a row that stays
+in registers across warps.
 """
 
 from .api import cluster_tokens as cluster_tokens

@@ -1,4 +1,4 @@
-"""The public functions, and the choice of who computes them."""
+"""Public functions. Each `Op` picks a kernel or XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,24 @@ def top_k(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Bool[Array, "*B N"]:
-    """Which are the `count` highest scores of each row; of equal ones the first.
+    """Return a mask of the `count` highest scores of each row. Ties go to the first index.
 
-    Scores are compared in float32: what is within rounding of the last that is chosen equals it (see `ties`), -0.0 equals 0.0, -inf
-    may be chosen, and NaN is lower than all. Every implementation chooses the same. `kvjax.cache.compact` makes ascending indices of the mask.
+    Scores are compared in float32. Scores within rounding of the last chosen one count as equal to it (see `ties`).
+    -0.0 equals 0.0, -inf can be chosen, and NaN is lower than all other scores. All implementations choose the same.
+    `kvjax.cache.compact` converts the mask to ascending indices.
 
     Args:
-        scores: N for each row.
-        count: how many of a row; all where N or more, none where 0 or less.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        scores: N scores per row.
+        count: number to choose in each row; N or more chooses all, 0 or less none.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The mask, in the shape of `scores`.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     if scores.size == 0:
         return jnp.zeros(scores.shape, bool)
@@ -47,23 +52,25 @@ def top_k_indices(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Int[Array, "*B S"], Bool[Array, "*B S"]]:
-    """Where the `count` highest scores of each row are, of equal ones the first; they are compared as in `top_k`.
+    """Return the indices of the `count` highest scores of each row. Scores are compared as in `top_k`.
 
-    What is -inf or NaN is never chosen, so there may be fewer. All implementations choose the same, each in an
-    order of its own.
+    -inf and NaN are never chosen, so that there can be fewer. All implementations choose the same indices, but in
+    different orders.
 
     Args:
-        scores: N for each row.
-        count: how many of a row, at most `size`; none where 0 or less.
+        scores: N scores per row.
+        count: number to choose in each row, at most `size`; 0 or less chooses none.
         size: S, at most N.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`. There is no TPU kernel.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        Places, those that are meant first, and which are meant. All are places in the row.
+        S indices per row, the chosen ones first, and a mask of the chosen ones. The other indices are arbitrary but in
+        range.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     rows, counts = _rows(scores, count)
     index, live = _TOP_K_INDICES(rows, counts, size, implementation=implementation, interpret=interpret)
@@ -82,34 +89,35 @@ def cluster_tokens(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
-    """The tokens of whole clusters, the highest score first, until there is room for no more (ClusterKV, section IV-C).
+    """Choose tokens of whole clusters, highest score first, until a limit is reached (ClusterKV, section IV-C).
 
-    The cluster for which not all room is left gives its first tokens in `order`. Of equal scores the first cluster comes first; NaN is
-    lower than all. All implementations choose the same tokens, each in an order of its own.
+    The last cluster that does not fit completely contributes its first tokens in `order`. Ties go to the first cluster,
+    and NaN is lower than all other scores. All implementations choose the same tokens, but in different orders.
 
     Args:
-        scores: of each cluster, for each of the G queries that share a KV head's clusters.
-        sizes: tokens of a cluster; 0 where there is no cluster.
-        starts: where a cluster's tokens begin in `order`.
-        order: tokens, those of one cluster next to each other.
-        room: the most tokens to choose in a row of the batch, up to `size`.
-        size: S, places for them.
-        always: tokens that are taken besides, for which the result has P places instead of S.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`. There is no kernel for TPUs.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        scores: score of each cluster, for each of the G queries that share a KV head's clusters.
+        sizes: tokens per cluster, 0 for unused clusters.
+        starts: index in `order` at which a cluster's tokens begin.
+        order: tokens, with those of each cluster adjacent.
+        room: maximum number of tokens per sequence, up to `size`.
+        size: S, length of the result for tokens of clusters.
+        always: tokens that are added to every result, which then has length P instead of S.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`. There is no TPU kernel.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        Tokens, and which are meant: in the first S places those of clusters before any that are not. All are tokens of `order`, or
-        positions below C.
+        Tokens, and a mask of the valid ones. In the first S entries, tokens of clusters precede invalid ones. Invalid
+        entries are tokens of `order`, or positions below C.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     given = scores, sizes, starts, order, room, size, always
     return _CLUSTER_TOKENS(*given, implementation=implementation, interpret=interpret)
 
 
 def _rows(scores: Array, count: Array) -> tuple[Float[Array, "R N"], Int[Array, " R"]]:
-    """All rows one after the other, and how many scores to choose in each, which there are."""
+    """Return all rows as one axis, and the number of scores to choose in each, clipped to [0, N]."""
     scores, size = jax.lax.stop_gradient(scores), scores.shape[-1]
     return scores.reshape(-1, size), jnp.clip(jnp.broadcast_to(count, scores.shape[:-1]), 0, size).reshape(-1)

@@ -1,8 +1,8 @@
-"""The tokens of a query's best clusters on GPUs, as a Triton kernel: one program a query and block of places.
+"""Triton kernel of `cluster_tokens`: one program per query and block of results.
 
-It holds the scores in registers and sorts nothing: bisection finds the score down to which clusters fit, a running sum of their
-sizes says where each begins, and they are listed one after the other in memory. Every place then looks for its cluster in that list,
-which is short: what is chosen are some dozen clusters of hundreds.
+A program keeps the scores in registers and does not sort. Bisection finds the lowest score whose clusters still fit. A
+cumulative sum of the clusters' sizes gives each one's first index in the result. The chosen clusters are listed in
+memory, and every result then finds its cluster in that list. The list is short: some dozen clusters of hundreds.
 """
 
 import functools
@@ -19,11 +19,11 @@ from . import keys
 from .types import Always
 
 MOST = 16384
-"""Clusters of a row that fit in the registers of one program, with their sizes."""
+"""Maximum number of clusters per row, whose scores and sizes must fit in the registers of one program."""
 
 
 def unsupported_reason(scores: Array, *_: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if (clusters := scores.shape[-1]) > MOST:
         return f"{clusters} clusters do not fit in registers; {MOST} do"
     return triton_unsupported()
@@ -41,10 +41,10 @@ def cluster_tokens(
     interpret: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
-    """Tokens in the order of their clusters' numbers; see the public function.
+    """Choose tokens, in the order of their clusters' indices; see the public function.
 
     Args:
-        tuning: `places` of a program, a power of two, and its `warps`, instead of the tuned ones.
+        tuning: `places` (results per program, a power of two) and `warps`, instead of the tuned sizes.
     """
     clusters = scores.shape[-1]
     if tuning is None:
@@ -70,7 +70,7 @@ def _call(
     warps: int,
     interpret: bool,
 ) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
-    """The kernel, traced and lowered once for all layers."""
+    """Call the kernel. It is traced and lowered once for all layers."""
     batch, heads, group, clusters = scores.shape
     first, latest, total = counts
     rows, blocks = batch * heads * group, pl.cdiv(total, places)
@@ -116,12 +116,16 @@ def _body(
     places: int,
     wait: Any,
 ) -> None:
-    """One block of places of one query.
+    """Compute one block of results of one query.
 
     Args:
-        refs: where a row's latest tokens begin and how many tokens it has, if some are always taken; where tokens go, and which are meant;
-            and where each cluster begins among the places, and how far from there its tokens are in `order`, chosen ones first.
-        wait: for all threads of the program.
+        refs: if tokens are always added: the position of the latest ones, and the number of tokens. Then the outputs:
+            tokens, their mask, and the list of clusters, chosen ones first. The list has each cluster's first index in
+            the result, and the offset from there to its tokens in `order`.
+        size: length of the results that are tokens of clusters.
+        first, latest: numbers of first and latest tokens that are always added.
+        places: results per program.
+        wait: barrier for all threads of the program.
     """
     *ends, index_ref, live_ref, list_ref = refs
     begin, (total,) = pl.program_id(1) * places, index_ref.shape
@@ -147,7 +151,7 @@ def _body(
 def _chosen(
     scores_ref: Any, sizes_ref: Any, starts_ref: Any, room_ref: Any, list_ref: Any, place: Array, wait: Any
 ) -> tuple[Array, Array]:
-    """Which places have a token of a chosen cluster, and where in `order` it is."""
+    """Return which results are a token of a chosen cluster, and that token's index in `order`."""
     (clusters,) = scores_ref.shape
     number = jnp.arange(list_ref.shape[1], dtype=jnp.int32)
     exists = number < clusters

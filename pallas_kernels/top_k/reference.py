@@ -1,4 +1,4 @@
-"""The same in plain XLA, by sorting: the highest scores of every row, and clusters laid end to end."""
+"""XLA reference of the selections, which sorts."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from .types import Always
 
 
 def top_k(scores: Float[Array, "*B N"], count: Int[Array, "*B"]) -> Bool[Array, "*B N"]:
-    """Which are the `count` highest scores of each row; of equal ones the first."""
+    """Return a mask of the `count` highest scores of each row. Ties go to the first."""
     size = scores.shape[-1]
     keys, count = ordered(scores), jnp.clip(count, 0, size)[..., None]
     kth = jnp.take_along_axis(jnp.sort(keys, axis=-1), jnp.minimum(size - count, size - 1), axis=-1)
@@ -21,8 +21,10 @@ def top_k(scores: Float[Array, "*B N"], count: Int[Array, "*B"]) -> Bool[Array, 
 def top_k_indices(
     scores: Float[Array, "*B N"], count: Int[Array, "*B"], size: int
 ) -> tuple[Int[Array, "*B S"], Bool[Array, "*B S"]]:
-    """Places of the `count` highest scores of each row, the highest first, and after them any others; and which are meant."""
-    scores = jnp.where(scores == 0, 0.0, scores.astype(jnp.float32))  # XLA has -0.0 below 0.0
+    """Return the indices of the `count` highest scores of each row, highest first, then others; and a mask of the
+    chosen ones.
+    """
+    scores = jnp.where(scores == 0, 0.0, scores.astype(jnp.float32))  # XLA sorts -0.0 below 0.0
     scores = jnp.where(scores != scores, -jnp.inf, scores)
     last = jnp.clip(count, 1, size)[..., None] - 1
     kth = jnp.take_along_axis(jax.lax.top_k(scores, size)[0], last, axis=-1)
@@ -41,19 +43,19 @@ def cluster_tokens(
     size: int,
     always: Always | None = None,
 ) -> tuple[Int[Array, "B K G P"], Bool[Array, "B K G P"]]:
-    """Tokens in the order in which their clusters are taken, and then what is always."""
+    """Choose tokens, in the order in which their clusters are taken, followed by those that are always added."""
     highest = jnp.argsort(-scores, axis=-1, stable=True)
     ends = jnp.cumsum(jnp.take_along_axis(sizes[:, :, None], highest, axis=-1), axis=-1, dtype=jnp.int32)
     enough = jnp.minimum(room[:, None, None], ends[..., -1])[..., None]
     last = jnp.take_along_axis(highest, jnp.argmax(ends >= enough, axis=-1, keepdims=True), axis=-1)
     last = jnp.take_along_axis(scores, last, axis=-1)
-    equal = compared(ordered(scores), ordered(last))[1]  # to the cluster that fills the room
+    equal = compared(ordered(scores), ordered(last))[1]  # equal to the cluster that reaches the limit
     ranked = jnp.argsort(-jnp.where(equal, last, scores), axis=-1, stable=True)
     lengths = jnp.take_along_axis(sizes[:, :, None], ranked, axis=-1)
     ends = jnp.cumsum(lengths, axis=-1, dtype=jnp.int32)
     shifts = jnp.take_along_axis(starts[:, :, None], ranked, axis=-1) - (ends - lengths)
     place = jnp.arange(size, dtype=jnp.int32)
-    # The one cluster that fills a place, found in one pass over all.
+    # The cluster of each result, found in one pass over all clusters.
     fills = (place >= (ends - lengths)[..., None]) & (place < ends[..., None])  # [B, K, G, M, S]
     nth = place + jnp.sum(jnp.where(fills, shifts[..., None], 0), axis=-2, dtype=jnp.int32)
     live = place < jnp.minimum(ends[..., -1:], room[:, None, None, None])

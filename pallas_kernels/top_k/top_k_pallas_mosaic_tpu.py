@@ -1,4 +1,4 @@
-"""The highest scores of every row on a TPU: eight rows at a time, which stay in vector memory."""
+"""Mosaic TPU kernel of `top_k`: eight rows at a time, which stay in vector memory."""
 
 from typing import Any
 
@@ -12,23 +12,25 @@ from ..interpreter import interpreter
 from . import keys
 
 ROWS = 8
-"""Rows at a time: those of a vector register."""
+"""Rows at a time: the rows of a vector register."""
 
 LONGEST = 131072
-"""Scores in a row of which eight rows, with what is computed of them, fit in vector memory."""
+"""Maximum length of a row. Eight rows and their intermediate results must fit in vector memory."""
 
 
 def unsupported_reason(scores: Array, *_: Any) -> str | None:
-    """Why rows of `size` scores are not served, or None if they are."""
+    """Return why this kernel does not support a case, or None if it does."""
     size = scores.shape[-1]
     return f"rows of {size} scores do not fit in vector memory; {LONGEST} do" if size > LONGEST else None
 
 
 def top_k(scores: Float[Array, "R N"], count: Int[Array, " R"], *, interpret: bool = False) -> Bool[Array, "R N"]:
-    """Which are the `count` highest scores of each row; of equal ones the first.
+    """Return a mask of the `count` highest scores of each row. Ties go to the first.
 
     Args:
+        scores: N scores per row.
         count: between 0 and N.
+        interpret: run the kernel in interpret mode.
     """
     rows, size = scores.shape
     keep = pl.pallas_call(
@@ -45,5 +47,5 @@ def top_k(scores: Float[Array, "R N"], count: Int[Array, " R"], *, interpret: bo
 
 
 def _body(scores_ref: Any, count_ref: Any, keep_ref: Any) -> None:
-    count = jnp.clip(count_ref[...], 0, scores_ref.shape[1])  # there may be no such row
+    count = jnp.clip(count_ref[...], 0, scores_ref.shape[1])  # the row may be out of bounds
     keep_ref[...] = keys.highest(keys.ordered(scores_ref[...]), count).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The highest scores of every row on an NVIDIA GPU (Pallas-Triton): one program per row, which it holds in registers."""
+"""Triton kernels of `top_k` and `top_k_indices`: one program per row, which stays in registers."""
 
 from functools import partial
 from typing import Any
@@ -13,11 +13,11 @@ from ..tuning import tuned
 from . import keys
 
 LONGEST = 65536
-"""Scores in a row that fit in the registers of one program."""
+"""Maximum length of a row that fits in the registers of one program."""
 
 
 def unsupported_reason(scores: Array, *_: Any) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if (size := scores.shape[-1]) > LONGEST:
         return f"rows of {size} scores do not fit in registers; {LONGEST} do"
     return triton_unsupported()
@@ -26,11 +26,13 @@ def unsupported_reason(scores: Array, *_: Any) -> str | None:
 def top_k(
     scores: Float[Array, "R N"], count: Int[Array, " R"], *, warps: int | None = None, interpret: bool = False
 ) -> Bool[Array, "R N"]:
-    """Which are the `count` highest scores of each row; of equal ones the first.
+    """Return a mask of the `count` highest scores of each row. Ties go to the first.
 
     Args:
+        scores: N scores per row.
         count: between 0 and N.
-        warps: of a program; as measured, or for 64 scores a thread, if not given.
+        warps: warps per program; by default the tuned number, or one per 2048 scores.
+        interpret: run the kernel in interpret mode.
     """
     rows, size = scores.shape
     width = pl.next_power_of_2(size)
@@ -65,13 +67,18 @@ def top_k_indices(
     warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Int[Array, "R S"], Bool[Array, "R S"]]:
-    """Places of the `count` highest scores of each row, ascending, and after them any others; and which are meant.
+    """Return the indices of the `count` highest scores of each row, ascending, then others; and a mask of the chosen
+    ones.
+
+    By default, up to four warps have 16 scores per thread, and more warps have 32. On an H200, 256 rows of 4192 scores
+    took 31 us with 8 warps and 36 us with 16. 32 rows of 1048 scores took 13 us with 4 warps and 17 us with 2.
 
     Args:
+        scores: N scores per row.
         count: between 0 and `size`.
         size: S, at most N.
-        warps: of a program; if not given, up to four for 16 scores a thread, and more for 32. (On an H200, of 256 rows of 4192 scores,
-            8 warps took 31 us and 16 took 36; of 32 rows of 1048, 4 took 13 and 2 took 17.)
+        warps: warps per program.
+        interpret: run the kernel in interpret mode.
     """
     rows, length = scores.shape
     width = pl.next_power_of_2(length)

@@ -1,4 +1,4 @@
-"""What every query reads besides the clusters that it selects."""
+"""Argument type of `cluster_tokens`."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from jaxtyping import Array, Int
 
 
 class Always(NamedTuple):
-    """Tokens that every query takes besides, in places after those of its clusters.
+    """Tokens that every query reads in addition to those of its clusters. They follow those in the result.
 
     Attributes:
-        first: how many of a row's first tokens.
-        latest: places for its latest ones.
-        tail: the position that these begin at.
-        seen: tokens of each row.
-        places: for all together: those of clusters, `first`, `latest`, and some that nothing is meant in.
+        first: number of a sequence's first tokens.
+        latest: maximum number of its latest tokens.
+        tail: position of the first of the latest tokens.
+        seen: number of tokens per sequence.
+        places: length of the whole result: tokens of clusters, `first`, `latest` and padding.
     """
 
     first: int

@@ -1,6 +1,6 @@
-"""TreeKV's eviction while decoding: of two neighbours the less attended goes, and the scope moves on.
+"""TreeKV's eviction during decoding: evict the less attended of two neighbours, then advance the scope.
 
-Once JAX drops Pallas' Triton backend: XLA, which takes a pass more over the ranks.
+If JAX removes Pallas' Triton backend, XLA replaces the kernel, with one more pass over the ranks.
 """
 
 from .api import tree_eviction as tree_eviction

@@ -1,4 +1,4 @@
-"""The public function, and the choice of who computes it."""
+"""Public function. Its `Op` picks the Triton kernel or XLA."""
 
 from jaxtyping import Array, Float, Int
 
@@ -21,22 +21,29 @@ def tree_eviction(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Ranked:
-    """One eviction in each head that keeps more than its row's budget (He et al. 2025, TreeKV, Algorithm 1, lines 9 to 16).
+    """Evict one token in each head that exceeds its budget (He et al. 2025, TreeKV, Algorithm 1, lines 9 to 16).
 
-    In XLA a pass that finds the two, one that moves all later ranks, and one over the counters; in a GPU's Pallas kernel one.
+    The GPU kernel does this in one pass. XLA uses three: one finds the two neighbours, one changes all later ranks, and
+    one updates the counters.
 
     Args:
-        score, steps: attention that tokens have received, and from how many queries.
-        tree: tokens of the region that the scope goes around in, of each row.
-        budget: tokens that are kept at most; above it, the ranks of both neighbours exist.
-        sinks: tokens before that region.
-        stride: how far the scope moves.
-        scored: whether the one with the lower average goes, the older one on a tie (see `ties`); if not, the newer one always does.
-        implementation: "auto" takes the GPU's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        ranked: the state that an eviction changes.
+        score, steps: attention mass that each token has received, and the number of queries that it sums over.
+        tree: number of tokens of the region that the scope cycles through, per sequence.
+        budget: maximum number of kept tokens. If it is exceeded, the ranks of both neighbours exist.
+        sinks: number of tokens before that region.
+        stride: how far the scope advances.
+        scored: if True, evict the token with the lower average attention, and the older one on a tie (see `ties`). If
+            False, always evict the newer one.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The new state.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     given, options = (ranked, score, steps, tree, budget), {"sinks": sinks, "stride": stride, "scored": scored}
     return Ranked(*_OP(*given, **options, implementation=implementation, interpret=interpret))

@@ -1,4 +1,6 @@
-"""An eviction for GPUs, as a Triton kernel: one program per row and head, which finds the two neighbours and closes the gap in the ranks."""
+"""Triton kernel of `tree_eviction`: one program per sequence and head finds the two neighbours and closes the gap in
+the ranks.
+"""
 
 import functools
 from typing import Any
@@ -13,11 +15,11 @@ from ..triton import backend, triton_call, triton_unsupported
 from .types import Ranked
 
 BLOCK, WARPS = 1024, 8
-"""Slots that are looked at at a time, and by how many warps."""
+"""Slots processed at a time, and warps per program."""
 
 
 def unsupported_reason(*_: Any, **__: Any) -> str | None:
-    """Why this kernel does not serve, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     return triton_unsupported()
 
 
@@ -34,13 +36,13 @@ def tree_eviction(
     scored: bool,
     interpret: bool = False,
 ) -> list[Array]:
-    """What `Ranked` has, after one eviction in the heads that are over their budget; see the public function.
+    """Return the fields of `Ranked` after one eviction in the heads that exceed their budget; see the public function.
 
-    Only what changes is written, so the arrays must be this function's own (they are, where they are not used again).
+    Only changed entries are written, in place if the arrays are not used again. Otherwise XLA copies the arrays first.
     """
     batch, heads, slots = ranked.rank.shape
     folded = [x.reshape(batch * heads, *x.shape[2:]) for x in ranked]
-    # How many are kept goes into an array of its own: attention reads the number that the loop began with, which would be copied.
+    # `kept` is not aliased: attention reads its value from before the loop, which XLA would have to copy.
     given = [score.reshape(-1, slots), steps.reshape(-1, slots), tree, budget, *folded]
     first, own = len(given) - len(folded), ranked._fields.index("kept")
     out = triton_call(

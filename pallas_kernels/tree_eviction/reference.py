@@ -1,4 +1,4 @@
-"""The same in plain XLA."""
+"""XLA reference of `tree_eviction`."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ def tree_eviction(
     stride: int,
     scored: bool,
 ) -> tuple[Array, ...]:
-    """What `Ranked` has, after one eviction in the heads that are over their budget."""
+    """Return the fields of `Ranked` after one eviction in the heads that exceed their budget."""
     rank, count, free = ranked.rank, ranked.kept, ranked.rank.shape[-1]
     over = count > budget[:, None]
     pair = sinks + ranked.scope[..., None] + jnp.arange(2, dtype=jnp.int32)
-    # What is known of the slots of that rank, in one pass over all: nothing but the pass's own result is written.
+    # Find the entries of both ranks in one pass over all slots, which writes only its result.
     apart = jnp.abs(rank[:, :, None] - pair[..., None])  # [B, K, 2, C]
     of_slots = score[:, :, None], steps[:, :, None], jnp.arange(free, dtype=jnp.int32)
     entries = [apart, *(jnp.broadcast_to(x, apart.shape) for x in of_slots)]
@@ -47,5 +47,5 @@ def tree_eviction(
 
 
 def _nearer(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
-    """The entry whose first number is less."""
+    """Return the entry with the smaller first number."""
     return [jnp.where(a[0] <= b[0], x, y) for x, y in zip(a, b, strict=True)]

@@ -1,4 +1,4 @@
-"""What an eviction of TreeKV works on."""
+"""State type of `tree_eviction`."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from jaxtyping import Array, Float, Int
 
 
 class Ranked(NamedTuple):
-    """What an eviction changes of a cache.
+    """The state that an eviction changes.
 
     Attributes:
-        rank: place of a slot's token among those kept, 0 for the oldest; C where free.
-        pos, weight: of the token in a slot, -1 and 0 where free.
-        kept: how many tokens are, each rank below it once.
-        next: the slot that the next token goes to.
-        scope: rank of the older of the two neighbours, less the sinks.
+        rank: rank of each slot's token among the kept ones, 0 for the oldest; C for free slots.
+        pos, weight: position and weight of each slot's token; -1 and 0 for free slots.
+        kept: number of kept tokens n. Each rank below n exists once.
+        next: slot for the next token.
+        scope: rank of the older of the two neighbours, minus the number of sinks.
     """
 
     rank: Int[Array, "B K C"]

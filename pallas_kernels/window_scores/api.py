@@ -1,4 +1,4 @@
-"""The public function: who observes, and the choice of who computes it."""
+"""Public functions: they select the observing queries. Each `Op` picks a kernel or XLA."""
 
 from typing import Any, Literal
 
@@ -11,13 +11,13 @@ from .types import Observers
 
 _SCORES = Op("window_scores", __name__, gpu=("window_scores_pallas_triton",), tpu=("window_scores_pallas_mosaic_tpu",))
 _PRODUCTS = Op("mean_products", __name__)
-_MASS = Op("attention_mass", __name__, gpu=("attention_mass_pallas_mosaic_gpu",))
+_MASS = Op("attention_mass", __name__, gpu=(".hopper.attention_mass",))
 
 QUERIES = 64
-"""Queries of a whole prompt that `attention_mass` takes at a time without a kernel: 64 x T probabilities per head exist at once."""
+"""Queries of a prompt that `attention_mass` processes at a time without a kernel: 64 x T probabilities per head."""
 
 QUERIES_OF_BLOCK = 1024
-"""The same where a text is read in blocks, whose keys are few."""
+"""The same number for chunked prefill, where a block has few keys."""
 
 
 def window_scores(
@@ -35,37 +35,40 @@ def window_scores(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B K M"]:
-    """How much each row's last `window` queries look at each of its tokens, averaged over those queries and the group.
+    """Attention that each token receives from the last `window` queries, averaged over those queries and the query
+    group.
 
-    The observation window of SnapKV (Li et al. 2024, section 3), used by ChunkKV, TreeKV and CateKV too. A row shorter than
-    the window is averaged over the queries that it has. Nothing of the size of queries × tokens is held. What is kept has no gradient,
-    so these scores, which tell it, have none.
+    This is the observation window of SnapKV (Li et al. 2024, section 3), which ChunkKV, TreeKV and CateKV use too. A
+    sequence shorter than the window is averaged over all its queries. No array of size queries × tokens exists. Scores
+    only select tokens, so that they have no gradient.
 
     Args:
         q, k: rotated queries and keys of a right-padded prompt.
-        lengths: tokens in each row; with `pos`, places up to its end.
+        lengths: tokens per sequence; with `pos`, number of slots up to its end.
         window: number of observing queries.
         scale: factor on the logits.
-        sliding_window: attention window of the layer in tokens, if it has one.
-        pos: position of the token in each place, -1 where there is none, in order; that of a whole prompt by default. With it there may
-            be fewer queries than keys, S: those of the last S places, of which alone queries observe.
-        kind: "softmax" averages causal attention probabilities; "logits" averages the bare products q · k · scale of every
-            observer with every token, later ones and those outside a sliding window included (ChunkKV as printed).
-        middle: where the observed tokens begin and how many they are, in each row, instead of all: attention is to them alone, and
-            the first score is that of the first of them.
-        chunk: tokens to one score. To several, each query, averaged over its group, gives what it gives to the best of them.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        sliding_window: sliding attention window of the layer in tokens, if it has one.
+        pos: position of the token in each slot, in order, and -1 for free slots; by default 0 to T - 1. With `pos`,
+            there can be fewer queries than keys: the S queries are those of the last S slots.
+        kind: "softmax" averages causal attention probabilities. "logits" averages q · k · scale of every observer with
+            every token, including later tokens and those outside the sliding window (ChunkKV as printed).
+        middle: first observed token and number of observed tokens of each sequence. Attention is then restricted to
+            these, and the first score is that of the first of them.
+        chunk: tokens per score. For more than one, each query's contribution to a chunk, averaged over the group, is
+            its maximum over the chunk's tokens.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        A score in float32 for each of M = ⌈T / chunk⌉ chunks, zero where there is no token.
+        One float32 score for each of M = ⌈T / chunk⌉ chunks, zero for chunks without a token.
 
     Raises:
-        ValueError: `middle` or `chunk` was given for bare products.
-        Unsupported: an implementation was named that cannot compute this.
+        ValueError: `middle` or `chunk` was given with kind="logits".
+        Unsupported: the requested implementation does not support this case.
     """
     if kind == "logits" and (middle is not None or chunk != 1):
-        raise ValueError(f"window_scores: kind='logits' with chunk={chunk} or a middle; these are for 'softmax'")
+        raise ValueError(f"window_scores: kind='logits' does not support chunk={chunk} or `middle`. Use kind='softmax'")
     q, k = jax.lax.stop_gradient((q, k))
     observers = Observers.of(q, lengths, window, k.shape[2], pos)
     if kind == "logits":
@@ -88,22 +91,24 @@ def attention_mass(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B K T"]:
-    """Attention that each token of a prompt gets from all queries together, averaged over the query group.
+    """Attention that each token of a prompt receives from all queries together, averaged over the query group.
 
-    Causal softmax probabilities, summed: the score of H2O (Zhang et al. 2023). Nothing of size S x T is held. It tells what is
-    kept, and has no gradient.
+    This is the sum of causal softmax probabilities, the score of H2O (Zhang et al. 2023). No array of size S x T
+    exists. Scores only select tokens, so that they have no gradient.
 
     Args:
         q, k, lengths, scale, sliding_window: as for `window_scores`.
-        pos: as for `window_scores`; the tokens of each head stand up against its last place before the queries', without a gap.
-        implementation: who computes it, see `kvjax.pallas_kernels.op`.
-        interpret: interpret the Pallas kernel that was named, on any device.
+        pos: as for `window_scores`. Each head's kept tokens must be contiguous and end directly before the queries'
+            slots.
+        implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        Sums in float32, zero where there is no token.
+        Sums in float32, zero for slots without a token.
 
     Raises:
-        Unsupported: an implementation was named that cannot compute this.
+        Unsupported: the requested implementation does not support this case.
     """
     q, k = jax.lax.stop_gradient((q, k))
     size = q.shape[1]
@@ -120,7 +125,7 @@ def attention_mass(
     options |= {"pos": pos, "implementation": implementation}
 
     def add(i: Int[Array, ""], mass: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """With the next queries, counted from each row's end."""
+        """Add the attention of the next queries, counted from each sequence's end."""
         left = jnp.maximum(queries - i * at_once, 0)
         mean = window_scores(q, k, left + before, window=at_once, **options)
         return mass + mean * jnp.minimum(left, at_once).astype(jnp.float32)[:, None, None]

@@ -1,7 +1,7 @@
-"""Observation-window scores in plain XLA, a block of tokens at a time.
+"""XLA reference of the window scores, one block of tokens at a time.
 
-The keys are read twice: for the maximum and sum that each query's softmax needs, and for the probabilities, which are added up
-before the next block's are computed.
+The keys are read twice: first for the maximum and sum of each query's softmax, then for the probabilities. Each block's
+probabilities are summed before those of the next block are computed.
 """
 
 import jax
@@ -12,10 +12,10 @@ from ..masking import MASKED
 from .types import Observers, from_first
 
 BLOCK = 512
-"""Tokens of a whole prompt observed at a time; it divides the lengths that longer prompts are padded to."""
+"""Tokens of a whole prompt that are observed at a time. It divides the padded lengths of longer prompts."""
 
 LOGITS = 2**26
-"""Logits that are held at a time where a text is read in blocks, on devices that would else wait for many small products."""
+"""Number of logits in memory at a time in chunked prefill. Smaller blocks would be many small matmuls."""
 
 
 def window_scores(
@@ -29,11 +29,14 @@ def window_scores(
     chunk: int,
     pos: Int[Array, "B #K T"] | None = None,
 ) -> Float[Array, "B K M"]:
-    """What all observers together give to each chunk of the tokens from `first` to `stop`.
+    """Sum the observers' attention to each chunk of the tokens from `first` to `stop`.
 
     Args:
-        first: None for the first token of all.
-        pos: see the public function.
+        observers: the observing queries.
+        k: keys.
+        first: first observed token, None for the first of all.
+        stop: end of the observed tokens.
+        scale, sliding_window, chunk, pos: see the public function.
     """
     batch, length, kv_heads, _ = k.shape
     block = BLOCK if pos is None else max(LOGITS // observers.q[..., 0].size // BLOCK * BLOCK, BLOCK)
@@ -45,7 +48,7 @@ def window_scores(
     first = jnp.zeros_like(stop) if first is None else first
 
     def observe(i: Array) -> tuple[Array, Array]:
-        """Logits of the observers with one block of tokens, and which of them count."""
+        """Return the observers' logits with one block of tokens, and their mask."""
         keys = jax.lax.dynamic_slice_in_dim(k, i * block, block, axis=1)
         place = first[:, None] + i * block + jnp.arange(block, dtype=jnp.int32)
         at = place[:, None] if pos is None else jax.lax.dynamic_slice_in_dim(pos, i * block, block, axis=2)
@@ -68,7 +71,7 @@ def window_scores(
     shape = observers.q.shape[:-1]
     blocks = k.shape[1] // block
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
-    only = jnp.zeros((), jnp.int32)  # a loop of one block would compile slowly, and compute its logits twice
+    only = jnp.zeros((), jnp.int32)  # a loop of one block would compile slowly and compute its logits twice
     top, total = fold(only, start) if blocks == 1 else jax.lax.fori_loop(0, blocks, fold, start)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
@@ -88,7 +91,7 @@ def window_scores(
 def mean_products(
     observers: Observers, k: Float[Array, "B T K H"], lengths: Int[Array, " B"], *, scale: float
 ) -> Float[Array, "B K T"]:
-    """The mean of q · k · scale over a window's queries, for each token: the product with their mean."""
+    """Return the mean of q · k · scale over the window's queries, for each token: the product with the mean query."""
     observed = jnp.where((observers.pos >= 0)[:, None, :, None, None], observers.q, jnp.zeros((), observers.q.dtype))
     count = jnp.maximum(observers.size, 1).astype(jnp.float32)[:, None, None]
     query = jnp.sum(jnp.mean(observed.astype(jnp.float32), axis=3), axis=2) / count

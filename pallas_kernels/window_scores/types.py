@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 class Observers(NamedTuple):
-    """The last queries of each row, by the KV head that they read: G for each of w tokens.
+    """The last queries of each sequence, by KV head: G query heads for each of w tokens.
 
     Attributes:
         q: rotated queries.
-        pos: their positions, negative where a row has fewer than w tokens.
-        size: how many tokens of a row observe.
+        pos: positions of the queries, negative if a sequence has fewer than w tokens.
+        size: number of observing tokens per sequence.
     """
 
     q: Float[Array, "B K w G H"]
@@ -28,7 +28,7 @@ class Observers(NamedTuple):
         kv_heads: int,
         pos: Int[Array, "B #K T"] | None = None,
     ) -> "Observers":
-        """The last `window` queries of prompts of these lengths; `pos` as for `window_scores`."""
+        """Return the last `window` queries of prompts of these lengths; `pos` is as for `window_scores`."""
         batch, size, heads, dim = q.shape
         place = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)
         before = 0 if pos is None else pos.shape[-1] - size  # places without a query
@@ -41,7 +41,7 @@ class Observers(NamedTuple):
 
 
 def from_first(x: Shaped[Array, "B T ..."], first: Int[Array, " B"] | None) -> Shaped[Array, "B T ..."]:
-    """What is known of tokens, with each row's token `first` before all others; as it is where that is None."""
+    """Shift the token axis so that each sequence begins with token `first`; return `x` unchanged if `first` is None."""
     if first is None:
         return x
     source = jnp.minimum(first[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1] - 1)

@@ -1,8 +1,9 @@
-"""Observation-window scores for TPUs, as two grids over blocks of tokens: the softmax's normalisers first, then the scores.
+"""Mosaic TPU kernels of `window_scores`, two grids over blocks of tokens: first the softmax normalisers, then the
+scores.
 
-All queries of a window that read one KV head are the rows of one matrix. Of heads of fewer than 128 channels, as many as fill a
-register's lanes are read together, and a query has zeros where the other heads are. Blocks of tokens that no query sees are not
-fetched.
+All of a window's queries that read one KV head are rows of one matrix. For heads of fewer than 128 channels, several KV
+heads are read together to fill a register's lanes, and queries have zeros in the other heads' lanes. Blocks of tokens
+that no query sees are not fetched.
 """
 
 from functools import partial
@@ -23,15 +24,15 @@ from .types import Observers, from_first
 LANES = 128
 
 ROWS = 1024
-"""The most queries of which the scores with a block of tokens fit in vector memory."""
+"""Maximum number of queries whose scores with a block of tokens fit in vector memory."""
 
 
 def unsupported_reason(
     observers: Observers, k: Array, *_: Any, chunk: int, pos: Array | None = None, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if pos is not None:
-        return "tokens have positions of their own"
+        return "positions are given by `pos`"
     kv_heads, dim = k.shape[2:]
     window, group = observers.q.shape[2:4]
     if dim % LANES and (LANES % dim or kv_heads * dim % LANES):
@@ -41,7 +42,7 @@ def unsupported_reason(
     if k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys are {k.dtype}"
     if window * group > ROWS:
-        return f"{window * group} queries a KV head are more than {ROWS}"
+        return f"{window * group} queries per KV head are more than {ROWS}"
     return None
 
 
@@ -57,7 +58,7 @@ def window_scores(
     pos: None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K M"]:
-    """What all observers together give to each chunk of the tokens from `first`, None for the first of all, to `stop`."""
+    """Sum the observers' attention to each chunk of the tokens from `first` (None for the first of all) to `stop`."""
     k, first = from_first(k, first), jnp.zeros_like(stop) if first is None else first
     batch, length, kv_heads, dim = k.shape
     group = observers.q.shape[3]
@@ -67,7 +68,7 @@ def window_scores(
     block = tuned("window_scores", case, {"block": 512 if rows <= 256 else 256})["block"]
     block = min(block, -(-length // LANES) * LANES)
 
-    # The blocks that a row of the batch sees, from the first to before the last.
+    # The range of blocks that each sequence sees.
     begin = first if sliding_window is None else jnp.maximum(first, observers.pos[:, 0] + 1 - sliding_window)
     bounds = jnp.stack([jnp.maximum(begin - first, 0) // block, pl.cdiv(stop - first, block)], axis=-1)
 
@@ -124,7 +125,7 @@ def window_scores(
 
 
 def _rows(observers: Observers, together: int) -> tuple[Float[Array, "B K R L"], Int[Array, "B R"]]:
-    """Queries one below the other, those of one token of the window apart, and each in the lanes of its KV head."""
+    """Return queries as rows, ordered by group member and then by token, each in the lanes of its KV head."""
     batch, kv_heads, window, group, dim = observers.q.shape
     more = -window % 8
     q = jnp.pad(jnp.swapaxes(observers.q, 2, 3), ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
@@ -138,7 +139,7 @@ def _rows(observers: Observers, together: int) -> tuple[Float[Array, "B K R L"],
 def _see(
     q_ref: Any, pos_ref: Any, size_ref: Any, first_ref: Any, k_ref: Any, scale: float, sliding_window: int | None
 ) -> tuple[Array, Array]:
-    """Logits of all queries with one block of tokens, and which of them count."""
+    """Return the logits of all queries with one block of tokens, and their mask."""
     block, start = k_ref.shape[0], pl.program_id(2) * k_ref.shape[0]
     size, first = size_ref[...], first_ref[...]
     upright = start + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
@@ -153,13 +154,13 @@ def _see(
 
 
 def _seen(bounds_ref: Any) -> Array:
-    """Whether any query sees this block."""
+    """Return whether any query sees this block."""
     row, j = pl.program_id(0), pl.program_id(2)
     return (j >= bounds_ref[2 * row]) & (j < bounds_ref[2 * row + 1])
 
 
 def _normalise(bounds_ref: Any, *refs: Any, see: Any) -> None:
-    """The log-sum-exp of each query's logits, block by block."""
+    """Compute the log-sum-exp of each query's logits, block by block."""
     *inputs, out_ref, top_ref, total_ref = refs
 
     @pl.when(pl.program_id(2) == 0)
@@ -183,7 +184,7 @@ def _normalise(bounds_ref: Any, *refs: Any, see: Any) -> None:
 
 
 def _score(bounds_ref: Any, *refs: Any, see: Any, group: int, chunk: int) -> None:
-    """The score of each token of a block; of a chunk, in the lane of its last token."""
+    """Compute the score of each token of a block. A chunk's score is in the lane of its last token."""
     *inputs, logsumexp_ref, out_ref = refs
 
     @pl.when(jnp.logical_not(_seen(bounds_ref)))
@@ -197,7 +198,7 @@ def _score(bounds_ref: Any, *refs: Any, see: Any, group: int, chunk: int) -> Non
         window = probs.shape[0] // group
         given = sum((probs[g * window : (g + 1) * window] for g in range(1, group)), probs[:window])
         reach = 1
-        while reach < chunk:  # the best of the `reach` tokens up to this one
+        while reach < chunk:  # maximum over the `reach` tokens up to this one
             given = jnp.maximum(given, pltpu.roll(given, reach, 1))
             reach *= 2
         out_ref[...] = jnp.sum(given, axis=0, keepdims=True) / group

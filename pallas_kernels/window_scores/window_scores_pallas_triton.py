@@ -1,7 +1,7 @@
-"""Observation-window scores for GPUs, as two Triton kernels: the softmax's normalisers first, then the scores.
+"""Triton kernels of `window_scores`: the first computes the softmax normalisers, the second the scores.
 
-All queries of a window that read one KV head are the rows of one matrix; keys are read once by each kernel. Tokens outside of what a
-row of the batch observes are not read.
+All of a window's queries that read one KV head are rows of one matrix. Each kernel reads the keys once. Tokens outside
+the range that a sequence observes are not read.
 """
 
 from functools import partial
@@ -22,9 +22,9 @@ from .types import Observers
 def unsupported_reason(
     observers: Observers, k: Array, *_: Any, chunk: int, pos: Array | None = None, **__: Any
 ) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if pos is not None:
-        return "tokens have positions of their own"
+        return "positions are given by `pos`"
     dim = k.shape[-1]
     if reason := triton_unsupported(dim=dim):
         return reason
@@ -48,12 +48,18 @@ def window_scores(
     sizes: dict[str, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K M"]:
-    """What all observers together give to each chunk of the tokens from `first` to `stop`.
+    """Sum the observers' attention to each chunk of the tokens from `first` to `stop`.
 
     Args:
-        first: None for the first token of all.
-        sizes: `rows` queries and `block` tokens at a time, `splits` programs that share a head's tokens in the first kernel, `warps`
-            and `stages` of each, instead of the tuned ones.
+        observers: the observing queries.
+        k: keys.
+        first: first observed token, None for the first of all.
+        stop: end of the observed tokens.
+        scale, sliding_window, chunk: see the public function.
+        pos: not supported.
+        sizes: `rows` (queries at a time), `block` (tokens at a time), `splits` (programs per head in the first kernel),
+            `warps` and `stages`, instead of the tuned sizes.
+        interpret: run the kernels in interpret mode.
     """
     first = jnp.zeros_like(stop) if first is None else first
     batch, length, kv_heads, dim = k.shape
@@ -85,7 +91,7 @@ def _call(
     sizes: tuple[tuple[str, int], ...],
     interpret: bool,
 ) -> Float[Array, "B K M"]:
-    """Both kernels, traced and lowered once for all layers."""
+    """Call both kernels. They are traced and lowered once for all layers."""
     batch, length, kv_heads, dim = k.shape
     group = observers.q.shape[3]
     q, pos, wide = _rows(observers)
@@ -94,7 +100,7 @@ def _call(
     part = pl.cdiv(length, size["splits"] * block) * block
     splits = pl.cdiv(length, part)
     begin = first if sliding_window is None else jnp.maximum(first, observers.pos[:, 0] + 1 - sliding_window)
-    begin = jnp.maximum(begin - first, 0) // block * block  # counted from `first`, whole blocks
+    begin = jnp.maximum(begin - first, 0) // block * block  # relative to `first`, in whole blocks
     bounds = jnp.stack([first, stop, begin], axis=-1).astype(jnp.int32)
     options: dict[str, Any] = {"warps": size["warps"], "stages": size["stages"], "interpret": interpret}
     see = partial(_see, scale=scale, sliding_window=sliding_window)
@@ -136,7 +142,7 @@ def _call(
 
 
 def _sizes(fold: int, rows: int, length: int, dim: int, dtype: Any) -> dict[str, int]:
-    """Block sizes for `fold` rows × KV heads, each with `rows` queries: enough programs to fill the device."""
+    """Return block sizes for `fold` sequences × KV heads with `rows` queries: enough programs to fill the device."""
     wide = jnp.dtype(dtype).itemsize > 2
     tile = min(rows, 32 if wide else 128)
     splits = max(1, min(256 // (fold * (rows // tile)), length // 256))
@@ -149,7 +155,7 @@ def _sizes(fold: int, rows: int, length: int, dim: int, dtype: Any) -> dict[str,
 
 
 def _rows(observers: Observers) -> tuple[Float[Array, "B K R H"], Int[Array, "B R"], int]:
-    """Queries one below the other, padded to powers of two by such as see nothing, and how many come of one token."""
+    """Return queries as rows, padded to powers of two by masked queries, and the number of rows per token."""
     batch, kv_heads, window, group, dim = observers.q.shape
     wide, tall = pl.next_power_of_2(group), pl.next_power_of_2(window)
     more = ((0, tall - window), (0, wide - group))
@@ -169,7 +175,9 @@ def _see(
     scale: float,
     sliding_window: int | None,
 ) -> tuple[Array, Array]:
-    """Logits of some queries with the `block` tokens that stand `start` behind the first one, and which of them count."""
+    """Return the logits of some queries with `block` tokens, and their mask. `start` counts from the first observed
+    token.
+    """
     pos = bounds_ref[0] + start + jnp.arange(block, dtype=jnp.int32)
     inside = pos < bounds_ref[1]
     dim = q.shape[-1]
@@ -185,7 +193,7 @@ def _see(
 def _normalise(
     q_ref: Any, pos_ref: Any, k_ref: Any, bounds_ref: Any, out_ref: Any, *, see: Any, block: int, part: int
 ) -> None:
-    """The log-sum-exp of each query's logits with one part of the tokens."""
+    """Compute the log-sum-exp of each query's logits with one part of the tokens."""
     q, q_pos = q_ref[...], pos_ref[...]
     begin = pl.program_id(2) * part
     end = jnp.minimum(begin + part, bounds_ref[1] - bounds_ref[0])
@@ -218,7 +226,7 @@ def _score(
     group: int,
     chunk: int,
 ) -> None:
-    """The scores of one block of tokens."""
+    """Compute the scores of one block of tokens."""
     start = pl.program_id(2) * block
     seen = (start >= bounds_ref[2]) & (start < bounds_ref[1] - bounds_ref[0])
 

@@ -1,6 +1,7 @@
-"""A new entry in one slot a head, in several arrays of a cache at once.
+"""Write a new token into one slot per head, in all arrays of a cache at once. The cache layers call it at every decode
+step.
 
-Once JAX drops Pallas' Triton backend: XLA's scatters, one kernel an array.
+If JAX removes Pallas' Triton backend, XLA scatters replace the kernel, one per array.
 """
 
 from .api import write_sharded_slots as write_sharded_slots

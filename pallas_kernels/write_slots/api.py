@@ -1,4 +1,4 @@
-"""The public function, and the choice of who computes it."""
+"""Public functions. Their `Op` picks the Triton kernel or XLA."""
 
 from collections.abc import Sequence
 
@@ -22,23 +22,27 @@ def write_slots(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> list[Array]:
-    """Arrays with a new value in one slot a row and KV head, in place where the arrays are not used again.
+    """Write a new value into one slot per sequence and KV head of each array, in place if the arrays are not used
+    again.
 
-    A scatter an array is a kernel each in XLA, of which the launch takes longer than the writing; a Pallas kernel writes all at once.
+    XLA uses one scatter kernel per array, which takes longer to launch than to run. The Pallas kernel writes all arrays
+    at once.
 
     Args:
-        arrays: [B, K, C] or [B, K, C, H] each, all of the same B, K and C.
-        slot: which, at least 0; where it is C or more, nothing is written.
-        values: for each array [B, K] or [B, K, H], or anything that broadcasts to that; `DeferredRope` to be rotated before it is written.
-        counters: integers [B, K] or [B], to be made greater by one; `slot` may be among them.
-        implementation: "auto" takes the device's Pallas kernel where it serves.
-        interpret: run a Pallas kernel in its interpreter, on any device.
+        arrays: arrays [B, K, C] or [B, K, C, H], with the same B, K and C.
+        slot: slot to write, at least 0. Nothing is written if it is C or more.
+        values: per array, [B, K] or [B, K, H] or anything that broadcasts to it. A `DeferredRope` is rotated before it
+            is written.
+        counters: integers [B, K] or [B] to increment by one. `slot` can be one of them.
+        implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
+            `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:
-        The arrays, and after them the counters.
+        The arrays, followed by the counters.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     whole = SlotUpdate(arrays, slot, values, counters, tuple(range(slot.shape[1])))
     return write_sharded_slots([whole], implementation=implementation, interpret=interpret)[0]
@@ -47,23 +51,26 @@ def write_slots(
 def write_sharded_slots(
     writings: Sequence[SlotUpdate], *, implementation: Implementation = "auto", interpret: bool = False
 ) -> list[list[Array]]:
-    """`write_slots` in several caches at once, among which a layer's KV heads are divided.
+    """Apply `write_slots` to several caches at once, among which a layer's KV heads are divided.
 
     Args:
-        writings: one a cache; each head is in one of them.
+        writings: one per cache; each head is in exactly one of them.
         implementation, interpret: as for `write_slots`.
 
     Returns:
-        For each cache the arrays, and after them the counters.
+        Per cache, the arrays followed by the counters.
 
     Raises:
-        Unsupported: an implementation was named that does not serve.
+        Unsupported: the requested implementation does not support this case.
     """
     return _OP(writings, implementation=implementation, interpret=interpret)
 
 
 def writes_host_memory(array: Array) -> bool:
-    """Whether `write_slots` takes a kernel for such an array, hence one in the host's memory too, which a GPU writes over the bus, in place."""
+    """Return whether `write_slots` uses a kernel for such an array, so that it can also be in host memory.
+
+    A GPU writes to host memory in place, over the bus.
+    """
     shape = jax.ShapeDtypeStruct(array.shape[:2], jnp.int32)
     whole = SlotUpdate([array], shape, [0.0], (), tuple(range(array.shape[1])))  # pyright: ignore[reportArgumentType]
     return _OP.kernel([whole]) is not None

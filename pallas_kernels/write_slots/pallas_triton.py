@@ -1,7 +1,8 @@
-"""A new entry in one slot per head for GPUs, as a Triton kernel: one program per row and head, which writes to every array.
+"""Triton kernel of `write_slots`: one program per sequence and head writes to all arrays.
 
-(A kernel of its own: with the token written by the one that attends to it, an eighth of a step of 8 layers and the vocabulary head took 156.7 us
-instead of 156.6 on an H200 with 3712 slots for a row, and 214.9 instead of 214.3 with 65856.)
+It is separate from the attention kernel, since writing the token there saves nothing. Measured on an H200, for an
+eighth of a step of 8 layers and the vocabulary head: 156.7 us in the attention kernel and 156.6 us in this one for 3712
+slots per sequence, and 214.9 and 214.3 us for 65856 slots.
 """
 
 import functools
@@ -20,13 +21,13 @@ from .types import SlotUpdate
 
 
 class Layout(NamedTuple):
-    """What is static about one cache.
+    """Static properties of one cache.
 
     Attributes:
-        heads: which of the layer's KV heads it has.
-        parts: how many inputs each array's value has: one, or three if it is to be turned.
-        counted: which of the counters the slot is, None if it is none of them.
-        counters: how many there are.
+        heads: the layer's KV heads that are in this cache.
+        parts: number of inputs per array's value: one, or three if it is rotated.
+        counted: index of the counter that is also the slot, None if none is.
+        counters: number of counters.
     """
 
     heads: tuple[int, ...]
@@ -36,31 +37,31 @@ class Layout(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Arrays that are only read."""
+        """Number of arrays that are only read."""
         return sum(self.parts) + (self.counted is None)
 
     @property
     def outputs(self) -> int:
-        """Arrays that are changed."""
+        """Number of arrays that are changed."""
         return len(self.parts) + self.counters
 
 
 def unsupported_reason(writings: Sequence[SlotUpdate]) -> str | None:
-    """Why this kernel does not serve a case, or None if it does."""
+    """Return why this kernel does not support a case, or None if it does."""
     if reason := triton_unsupported():
         return reason
     for dim in (x.shape[3] for writing in writings for x in writing.arrays if x.ndim == 4):
         if dim & (dim - 1) or dim < 16:
-            return f"head dim {dim} is not a power of two from 16 on"
+            return f"head dim {dim} is not a power of two of at least 16"
     return None
 
 
 def write_slots(writings: Sequence[SlotUpdate], *, interpret: bool = False) -> list[list[Array]]:
-    """Arrays of each cache with a value in one slot a head, and counters one greater; see the public function."""
+    """Write a value into one slot per head of each cache, and increment the counters; see the public function."""
     batch, layer_heads = writings[0].slot.shape[0], sum(len(writing.heads) for writing in writings)
     inputs, folded, layouts = [], [], []
     for writing in writings:
-        # Where the slot is a counter, too, it is read where it is changed: given twice, it would be copied first.
+        # If the slot is also a counter, the kernel reads it from the counter. Passing it twice would require a copy.
         counted = next((i for i, x in enumerate(writing.counters) if x is writing.slot), None)
         mine, parts = [writing.slot.reshape(-1)] if counted is None else [], []
         for array, value in zip(writing.arrays, writing.values, strict=True):
@@ -91,7 +92,7 @@ def _call(
     layouts: tuple[Layout, ...],
     interpret: bool,
 ) -> list[list[Array]]:
-    """The kernel, traced and lowered once for all layers of one shape."""
+    """Call the kernel. It is traced and lowered once for all layers of one shape."""
     given, changed = ([x for mine in of_all for x in mine] for of_all in (inputs, folded))
     written = triton_call(
         functools.partial(_body, batch=batch, heads=heads, layouts=layouts),
@@ -108,7 +109,7 @@ def _call(
 
 
 def _body(*refs: Any, batch: int, heads: int, layouts: Sequence[Layout]) -> None:
-    """One head of one row, in the cache that has it."""
+    """Write one head of one sequence, in the cache that has it."""
     given, out_refs = iter(refs), iter(refs[-sum(layout.outputs for layout in layouts) :])
     row, head = pl.program_id(0) // heads, pl.program_id(0) % heads
     for layout in layouts:
@@ -138,17 +139,17 @@ def _write(
     rows: int,
     layer_heads: int,
 ) -> None:
-    """All arrays of one row and head of a cache."""
+    """Write to all arrays for one sequence and head of a cache."""
     here, place = row * layer_heads + head, place_among(head, layout.heads)
     at = row * len(layout.heads) + place
     out_refs, counter_refs = out_refs[: len(layout.parts)], out_refs[len(layout.parts) :]
     slot_ref, *value_refs = refs if layout.counted is None else (counter_refs[layout.counted], *refs)
     value_refs = iter(value_refs)
     slot = slot_ref[at]
-    # All is read before anything is written: what comes after a write would wait for what came before it.
+    # Issue all loads before the first store: loads after a store would wait for the loads before it.
     counts = []
     for counter_ref in counter_refs:
-        of_rows = counter_ref.shape[0] == rows  # heads share a number
+        of_rows = counter_ref.shape[0] == rows  # heads share a counter
         index = row if of_rows else at
         counts.append((index, place == 0 if of_rows else place >= 0, counter_ref[index] + 1))
     entries = [
@@ -169,7 +170,7 @@ def _write(
 
 
 def _entry(refs: Sequence[Any], here: Array, row: Array, out_ref: Any) -> list[tuple[Any, Array]]:
-    """What an array gets, by span of channels; None where it has none."""
+    """Return an array's new values by span of channels; the span is None for arrays without channels."""
     if out_ref.ndim == 2:
         return [(None, jnp.broadcast_to(refs[0][here], (1,)))]
     dim = out_ref.shape[2]

@@ -1,4 +1,4 @@
-"""The same in plain XLA: a scatter an array."""
+"""XLA reference of `write_slots`: one scatter per array."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from .types import SlotUpdate
 
 
 def write_slots(writings: Sequence[SlotUpdate]) -> list[list[Array]]:
-    """Arrays of caches with a value in one slot a head, and counters one greater."""
+    """Write a value into one slot per head of each cache, and increment the counters."""
     return [_written(writing) for writing in writings]
 
 
@@ -27,7 +27,7 @@ def _written(writing: SlotUpdate) -> list[Array]:
 
 
 def _of(heads: tuple[int, ...], value: Any) -> Any:
-    """The values of these heads, where they have values of their own."""
+    """Return the values of these heads, if each head has its own."""
     value = value() if isinstance(value, DeferredRope) else value
     if np.ndim(value) < 2 or value.shape[1] == 1 or heads == tuple(range(value.shape[1])):
         return value

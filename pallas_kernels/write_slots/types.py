@@ -1,4 +1,4 @@
-"""What is written where."""
+"""Argument type of `write_sharded_slots`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from ..rotary import DeferredRope
 
 
 class SlotUpdate(NamedTuple):
-    """What `write_slots` takes, for one of several caches among which a layer's KV heads are divided.
+    """Arguments of `write_slots` for one of several caches among which a layer's KV heads are divided.
 
     Attributes:
-        arrays, slot, counters: of this cache's heads.
-        values: of all heads of the layer.
-        heads: which of them this cache has, in its order.
+        arrays, slot, counters: those of this cache's heads.
+        values: those of all heads of the layer.
+        heads: the layer's KV heads that are in this cache, in order.
     """
 
     arrays: Sequence[Array]

@@ -153,7 +153,7 @@ def test_rates_rise_with_budget_and_clusters(layer):
 def test_what_cannot_be_done(layer):
     with pytest.raises(ValueError, match="give 1 to 59"):
         recall.replay(POLICY, layer, 60)
-    with pytest.raises(ValueError, match="covers the text of 60"):
+    with pytest.raises(ValueError, match="covers the whole text of 60"):
         recall.replay(dataclasses.replace(POLICY, budget=60), layer, PROMPT)
     with pytest.raises(ValueError, match="steps=0"):
         recall.hit_rate(np.ones((3, 4), bool), 0)

@@ -10,9 +10,8 @@ from policies.driver import make_case, rotate, rotated, softmax
 
 from kvjax.calibration.make_profile import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads
+from kvjax.config import PRESETS, RopeConfig
 from kvjax.models import ModelConfig, abstract
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import DuoAttention, PolicyError
 
 
@@ -146,7 +145,7 @@ def test_a_vocabulary_smaller_than_a_sample(known):
 
 
 def test_what_cannot_be_read(known, tmp_path):
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="omit it"):
         make_profile(known, "razorattention", [tmp_path])
     with pytest.raises(ValueError, match="1 samples of 1 random tokens"):
         make_profile(known, "razorattention", length=1)

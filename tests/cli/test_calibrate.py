@@ -90,7 +90,7 @@ def test_profiles_of_another_kind(
     ("arguments", "says"),
     [
         (["catekv"], "catekv: give text to read"),
-        (["razorattention", "--data", "book.txt"], "random tokens are read; leave it out"),
+        (["razorattention", "--data", "book.txt"], "random tokens are used; omit it"),
         (["infinigen", "--data", "book.txt", "--plot", "heads.png"], "no scores of heads to draw"),
         (["infinigen", "--data", "book.txt", "--set", "x=1"], "no setting 'x'; there are none"),
         (["triattention"], "triattention: give text to read"),
@@ -108,7 +108,7 @@ def test_what_does_not_go_with_the_method(kvjax_command, tmp_path: Path, argumen
         (["treekv"], 2, "'treekv' is not one of"),
         (["catekv", "--set", "ratoi=1"], 1, "there is no setting 'ratoi'; there are ratio, quantile"),
         (["catekv", "--set", "ratio=half"], 1, "ratio='half'; give a number"),
-        (["catekv", "--set", "ratio=2"], 1, "ratio=2.0; give a share"),
+        (["catekv", "--set", "ratio=2"], 1, "ratio=2.0; give a fraction"),
     ],
 )
 def test_what_cannot_be_asked(kvjax_command, text: Path, tmp_path: Path, arguments, code, says) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.evals.budgets import bytes_held, matched
+from kvjax.evals.budgets import matched
+from kvjax.evals.plan import Batch, Plan
 from kvjax.policies import ChunkKV, ClusterKV, Full, PolicyError, StreamingLLM
 
 
@@ -111,26 +112,26 @@ def test_mistakes_show_before_a_model_is_loaded(kvjax_command, monkeypatch, argu
 @pytest.mark.parametrize("policy", [StreamingLLM(), ChunkKV(chunk=4, window=4)], ids=lambda policy: policy.info.name)
 def test_matched_budgets_are_the_largest_that_fit(params, policy):
     """Against trying them all."""
-    shape = params.config, 100, 28, params.dtype
-    whole = bytes_held(Full(), *shape)
+    plan = Plan(params, (Batch(100, 28),))
+    whole = round(plan.bytes_held(Full()))
     for target in range(whole // 8, whole, whole // 3):
         fits = []
         for budget in range(1, 129):
             try:
                 tried = type(policy)(**{**vars(policy), "budget": budget})
                 tried.validate(128)
-                fits += [budget] if bytes_held(tried, *shape) <= target else []
+                fits += [budget] if plan.bytes_held(tried) <= target else []
             except PolicyError:
                 continue
-        found = matched(policy, target, *shape)
-        assert found.budget == max(fits) if fits else bytes_held(found, *shape) > target
+        found = matched(policy, target, plan)
+        assert found.budget == max(fits) if fits else plan.bytes_held(found) > target
 
 
 def test_what_cannot_be_matched_runs_as_small_as_it_can(params):
-    shape = params.config, 100, 28, params.dtype
-    found = matched(ClusterKV(), bytes_held(Full(), *shape) // 4, *shape)
-    assert bytes_held(found, *shape) > bytes_held(Full(), *shape) // 4
-    assert matched(Full(), 1, *shape) == Full()
+    plan = Plan(params, (Batch(100, 28),))
+    found = matched(ClusterKV(), plan.bytes_held(Full()) / 4, plan)
+    assert plan.bytes_held(found) > plan.bytes_held(Full()) / 4
+    assert matched(Full(), 1, plan) == Full()
 
 
 def test_a_sweep_needs_no_special_case(kvjax_command, checkpoint, book, tmp_path):
@@ -157,5 +158,5 @@ def test_a_sweep_needs_no_special_case(kvjax_command, checkpoint, book, tmp_path
     names = ["perplexity-full", "perplexity-kivi", "perplexity-streaming_llm-0.5", "perplexity-streaming_llm-16"]
     assert sorted(file.stem for file in out.iterdir()) == names
     table = kvjax_command(*arguments).stdout.split("\n")[:-1]
-    assert table[0].split() == ["Policy", "Budget", "perplexity", "Cache", "Of", "full", "Tokens/s"]
+    assert table[0].split() == ["Policy", "Budget", "perplexity", "n", "Cache", "Of", "full", "Tokens/s"]
     assert ["does not apply" in line for line in table[1:]] == [True, True, False, False]

@@ -140,7 +140,7 @@ def test_the_summary_tells_what_devices_have_alike(params: Params) -> None:
     result = expected(params)
     stats = dataclasses.replace(result.stats, devices=8, head_copies=2, slot_devices=4, repeated_cache_bytes=2000)
     told = _summary(dataclasses.replace(result, stats=stats))
-    assert re.search(r"on each of 8 devices · the same on 2 of them · 2.* kB of it the same on 4 · reads ", told)
+    assert re.search(r"on each of 8 devices · replicated on 2 of them · 2.* kB of it replicated on 4 · reads ", told)
 
 
 def test_dtype(generate) -> None:

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import HF_CONFIG, weights, write_hf
 
 import kvjax
-from kvjax import strict_json
+from kvjax._util import strict_json
 from kvjax.cli import progress
 from kvjax.conversion import from_hf
 

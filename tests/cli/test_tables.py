@@ -123,7 +123,7 @@ def test_plan_for_people(kvjax_command, checkpoint: Path) -> None:
     facts, table = result.stdout.split("\n\n")
     rows = dict(line.split(None, 1) for line in facts.splitlines())
     assert rows["Devices"] == "2 x t4, 12.0 GB each"
-    assert rows["Time"].endswith("unmeasured")
+    assert rows["Time"].endswith("not measured")
     lines = table.splitlines()
     assert lines[0].split()[:3] == ["Mesh", "Weights", "in"]
     assert {tuple(line.split()[:2]) for line in lines[1:6]} == {

@@ -267,7 +267,7 @@ def test_gguf_tensors_of_nothing(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert content.count(name) == 1
     file.write_bytes(content.replace(name, b"output_norm.weight" + struct.pack("<IQ", 1, 0)))
-    refused(file, "output_norm.weight has shape [0], which holds nothing")
+    refused(file, "output_norm.weight has shape [0], which has no elements")
 
 
 @pytest.mark.parametrize(

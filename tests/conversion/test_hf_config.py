@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from checkpoints import HF_CONFIG
 
+from kvjax.config import Linear, Llama3, LongRope, Yarn
 from kvjax.conversion import CheckpointError, from_hf, to_hf
 from kvjax.conversion.config_json import config_from_json, config_to_json
 from kvjax.conversion.hf_config import FAMILIES
-from kvjax.models.rope import Linear, Llama3, LongRope, Yarn
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
@@ -252,7 +252,7 @@ def test_rope_of_each_kind_of_layers(key: str) -> None:
     assert from_hf(without | WINDOWS | {key: same}).rope.theta == 1e6
     for nested, message in (
         (both, r"rope_parameters of full_attention and sliding_attention differ"),
-        ({"full_attention": FULL}, rf"{key} has no object for sliding_attention, which layers of the model are"),
+        ({"full_attention": FULL}, rf"{key} has no object for sliding_attention, but the model has such layers"),
         ({"main": FULL}, rf"{key} has objects under main; it should have the parameters of all layers, or one object"),
         ({"default": FULL, "full_attention": FULL}, rf"{key} has objects under default, full_attention"),
         (both | {"rope_theta": 1e4}, rf"{key} has objects under full_attention, sliding_attention"),

@@ -94,7 +94,7 @@ def test_sentencepiece_files_alone_are_mentioned(tmp_path: Path) -> None:
     write_hf(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.warns(
-        UserWarning, match=r"tokenizer.model alone is not read, so the model is loaded without a tokenizer"
+        UserWarning, match=r"tokenizer.model alone is not supported, so the model is loaded without a tokenizer"
     ):
         assert load(tmp_path).tokenizer is None
 
@@ -352,7 +352,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     ):
         load(tmp_path / "nothing")
     write_hf(tmp_path)
-    with pytest.raises(CheckpointError, match="give the directory it lies in"):
+    with pytest.raises(CheckpointError, match="give the directory that contains it"):
         load(tmp_path / "model.safetensors")
 
 

@@ -120,5 +120,5 @@ def test_what_cannot_be_had(index: Index, tmp_path: Path, monkeypatch: pytest.Mo
     assert "secret" not in str(raised.value)
     (tmp_path / "pip.conf").write_text("index-url = what?")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    with pytest.raises(CheckpointError, match=r"pip\.conf: not a configuration file of pip"):
+    with pytest.raises(CheckpointError, match=r"pip\.conf: not a pip configuration file"):
         download(tmp_path)

@@ -235,15 +235,15 @@ def test_fused_projections_are_cut(tmp_path: Path, name: str) -> None:
     ("layout", "change", "told"),
     [
         ("gptq-4", {"bits": 3}, "quantization_config.bits is 3"),
-        ("gptq-4", {"sym": True}, "zeros are not"),
+        ("gptq-4", {"sym": True}, "the zero points are not"),
         ("gptq-4", {"dynamic": {"x": {}}}, "dynamic"),
         ("gptq-4", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ("awq", {"version": "gemv"}, "gemm is"),
         ("awq", {"bits": 8}, "bits is 8"),
         ("compressed-4", {"format": "float-quantized"}, "format is 'float-quantized'"),
-        ("compressed-4", {"config_groups": {}}, "one for all"),
+        ("compressed-4", {"config_groups": {}}, "exactly one is supported"),
         ("compressed-4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
-        ("compressed-int8", {"quant_method": "bitsandbytes"}, "gptq, awq, compressed-tensors are read"),
+        ("compressed-int8", {"quant_method": "bitsandbytes"}, "only gptq, awq, compressed-tensors are supported"),
     ],
 )
 def test_what_is_not_read_is_said(tmp_path: Path, layout: str, change: dict[str, Any], told: str) -> None:
@@ -258,7 +258,9 @@ def test_what_is_not_read_is_said(tmp_path: Path, layout: str, change: dict[str,
 
 def test_odd_groups_of_4_bits_are_refused(tmp_path: Path) -> None:
     write(tmp_path, gptq(4, sym=False, group=1))
-    with pytest.raises(CheckpointError, match=r"proj\.weight has groups of 1 inputs; in 4 bits two are in a byte"):
+    with pytest.raises(
+        CheckpointError, match=r"proj\.weight has groups of 1 inputs; with 4 bits, the number has to be even"
+    ):
         load(tmp_path)
 
 
@@ -278,7 +280,7 @@ def test_biases_of_zeros_are_none(tmp_path: Path) -> None:
     write(tmp_path / "ones", (quantization, biased(1.0)))
     none, zeros = (load(tmp_path / name, dtype="float16") for name in ("none", "zeros"))
     jax.tree.map(np.testing.assert_array_equal, none, zeros)
-    with pytest.raises(CheckpointError, match="not of zeros"):
+    with pytest.raises(CheckpointError, match="biases other than zero"):
         load(tmp_path / "ones")
     numbers = write(tmp_path / "own", LAYOUTS["gptq-4"], FIELDS | {"attention_bias": True})
     own = load(tmp_path / "own", dtype="float16").layers[0].attn.q_bias
@@ -416,7 +418,7 @@ def test_what_the_configuration_may_say(name: str, config: dict[str, Any], array
     ("name", "config", "arrays", "told"),
     [
         ("compressed-4", {"group_size": 32}, dict, r"have shape \[32, 4\].*group_size; it should have \[32, 2\]"),
-        ("compressed-4", {"group_size": 48}, dict, r"64 inputs, which are no whole number of groups of 48"),
+        ("compressed-4", {"group_size": 48}, dict, r"64 inputs, which is not a multiple of its group_size 48"),
         ("compressed-4", {"group_size": 0}, dict, "it should have a group_size above 0 if its strategy is 'group'"),
         ("compressed-4", {"group_size": -1}, dict, "it should have a group_size above 0 if its strategy is 'group'"),
         (
@@ -437,15 +439,15 @@ def test_what_the_configuration_may_say(name: str, config: dict[str, Any], array
         ("compressed-4-channel", {}, put(SCALES, lambda scale: scale[:1]), r"\[1, 1\].*it should have \[32, 1\]"),
         ("compressed-int8-tensor", {"strategy": "channel"}, dict, r"have shape \[1\].*it should have \[32, 1\]"),
         ("compressed-int8", {"strategy": "tensor"}, dict, r"have shape \[32, 1\].*it should have \[1\]"),
-        ("compressed-4-asym", {"symmetric": True}, dict, "symmetric, but weight_zero_point is not of zeros"),
-        ("compressed-int8-asym", {"symmetric": True}, dict, "symmetric, but weight_zero_point is not of zeros"),
+        ("compressed-4-asym", {"symmetric": True}, dict, "symmetric, but weight_zero_point is not zero"),
+        ("compressed-int8-asym", {"symmetric": True}, dict, "symmetric, but weight_zero_point is not zero"),
         ("compressed-int8", {"symmetric": False}, dict, "but no weight_zero_point"),
-        ("compressed-4", {"actorder": "group"}, dict, "actorder 'group' without the groups of inputs"),
+        ("compressed-4", {"actorder": "group"}, dict, "actorder 'group' needs the groups of inputs"),
         ("compressed-4-channel", {"actorder": "group"}, dict, "no actorder unless its strategy is 'group'"),
         ("compressed-4", {}, put("weight_shape", np.asarray([32, 63])), r"weight_shape is \[32, 63\], but"),
         ("gptq-4", {"group_size": 32}, dict, r"have shape \[4, 32\].*it should have \[2, 32\]"),
         ("gptq-4", {"group_size": -1}, dict, r"have shape \[4, 32\].*it should have \[1, 32\]"),
-        ("gptq-4", {"group_size": 0}, dict, "no whole number of groups of 0"),
+        ("gptq-4", {"group_size": 0}, dict, "not a multiple of its group_size 0"),
         ("gptq-4", {"group_size": -2}, dict, "group_size is -2"),
         ("awq", {"group_size": 32}, dict, r"have shape \[4, 32\].*it should have \[2, 32\]"),
         ("awq", {"zero_point": False}, dict, "zero_point is False; it should be True"),
@@ -470,14 +472,16 @@ def test_groups_of_inputs_are_bounded(name: str, end: str, group: int) -> None:
         return order
 
     for change in (beyond, lambda order: order[:-1]):
-        with pytest.raises(CheckpointError, match="the groups of its inputs are not 64 of 0 to 3"):
+        with pytest.raises(CheckpointError, match="the group indices of its inputs should be 64 numbers from 0 to 3"):
             numbers_of(one(UNORDERED[name], {}, put(end, change))[0])
 
 
 @pytest.mark.parametrize("group", [3, 5])
 def test_odd_groups_in_four_bits(group: int) -> None:
     """Two numbers are in a byte; in 8 bits any number may share a scale."""
-    with pytest.raises(CheckpointError, match=rf"m.weight has groups of {group} inputs; in 4 bits two are in a byte"):
+    with pytest.raises(
+        CheckpointError, match=rf"m.weight has groups of {group} inputs; with 4 bits, the number has to be even"
+    ):
         one(gptq(4, sym=False, group=group), inputs=32 * group)
     tensor, numbers = one(gptq(8, sym=False, group=group), inputs=32 * group)
     np.testing.assert_array_equal(numbers_of(tensor), numbers)

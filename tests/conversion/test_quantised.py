@@ -148,7 +148,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, tiny: Params) -> None:
         convert(tmp_path, tmp_path / "there", embedding=8)  # pyright: ignore[reportArgumentType]
     odd = HF_CONFIG | {"intermediate_size": 63}
     write_hf(tmp_path / "odd", odd)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down: 63 inputs of a matrix cannot be in 4 bits"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down: a matrix with 63 inputs cannot be in 4 bits"):
         load(tmp_path / "odd", weights="int4")
 
 

@@ -348,7 +348,7 @@ def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     for executable, says in (
         (sys.executable + "x", "cannot be started"),
         ("/bin/true", "cannot be started"),
-        ("", "sys.executable names no Python"),
+        ("", "sys.executable is not a Python interpreter"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(sandbox.multiprocessing.spawn, "get_executable", lambda executable=executable: executable)

@@ -544,7 +544,7 @@ def template(single: list[Any], ids: int = 1) -> dict[str, Any]:
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "may make a text 138.9 times"),
         ({"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 7}}, "decoder may make a text 128 times as long"),
         ({"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 7}}, "128 times"),
-        ({"post_processor": template([PIECES["A"]] * 65)}, "post_processor puts 65 parts together; 64 are allowed"),
+        ({"post_processor": template([PIECES["A"]] * 65)}, "post_processor joins 65 parts; 64 are allowed"),
         ({"post_processor": template([PIECES["A"], PIECES["x"]], 65)}, "post_processor adds 65 tokens at once"),
         (
             {"added_tokens": [{"id": 0, "content": "b" * 1025}]},

@@ -77,7 +77,7 @@ def test_messages_that_templates_leave_out() -> None:
     assert text == model.render([ASKED, call, NEXT])
     assert text.count("<|eot_id|><|eot_id|>") == 0
     none = tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}")
-    with pytest.raises(ValueError, match="does not repeat a message of the assistant's"):
+    with pytest.raises(ValueError, match="does not repeat a message with role assistant"):
         turns.following(none, [ASKED, SAID, NEXT], 1)
     moved = tokenizer("{{ messages[-1].content }}{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
     with pytest.raises(ValueError, match="changes earlier messages"):

@@ -178,7 +178,7 @@ def test_what_has_come_while_it_ran_is_not_replaced(
     else:
         inside = out / "letters" if comes == "folder" else out
         writes_while(monkeypatch, "safetensors", lambda: inside.mkdir(parents=True))
-    with pytest.raises(CheckpointError, match="out: there is something now, which is left as it is"):
+    with pytest.raises(CheckpointError, match="out: something else is there now and was kept"):
         convert(tmp_path / "hf", out, format="safetensors")
     if comes == "file":
         assert out.read_text() == "theirs"
@@ -214,7 +214,7 @@ def test_a_link_is_followed(tmp_path: Path, link: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from kvjax import files
+from kvjax._util import files
 from kvjax.conversion import convert
 files._claim = lambda *places: os.kill(os.getpid(), signal.SIGKILL)
 convert(sys.argv[1], sys.argv[2], format="safetensors", overwrite=True)
@@ -265,7 +265,7 @@ def test_parameters_in_memory(tmp_path: Path, name: str, format: str) -> None:
 def test_what_cannot_be_saved(tmp_path: Path, tiny: Params) -> None:
     for params, message in (
         ({"embed": 1}, "params is of type dict; give what kvjax.load returns"),
-        (abstract(tiny.config), "parameter embed is of type ShapeDtypeStruct, which holds no numbers"),
+        (abstract(tiny.config), "parameter embed is of type ShapeDtypeStruct, which has no numbers"),
         (tiny.replace(tokenizer="gpt2"), "the tokenizer is of type str; give a kvjax.conversion.Tokenizer, or None"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -332,7 +332,7 @@ def _no_data(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_newer, r"kvjax.json: version 2, this kvjax reads version 1"),
+        (_newer, r"kvjax.json: version 2 is not supported; this kvjax reads version 1"),
         (_unknown, r"kvjax.json: unknown fields experts of ModelConfig"),
         (_wider, r"tensor embed has shape \[300, 32\], the configuration asks for \[301, 32\]"),
         (_deeper, r"9 tensors missing: layers.2.attn.k, layers.2.attn.o, layers.2.attn.q and 6 more"),

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, init
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import Policy
-from kvjax.policies.capabilities import as_cache
 from kvjax.runtime.engine import Engine
 
 SMALL = ModelConfig("llama", 97, 256, 512, 2, 8, 2, 64, 1024, RopeConfig(1e4, 64))
@@ -61,7 +60,7 @@ def generated(policy: Policy, params: Params, prompts: list[list[int]] = PROMPTS
     state, tokens, logprobs = engine.decode(state, NEW - 1)
     pos, weight, attended = [], [], []
     for layer, cache in zip(engine.layers, state.caches, strict=True):
-        slots = as_cache(layer, cache)
+        slots = layer.view(cache)
         order = np.argsort(np.asarray(slots.pos), axis=-1, kind="stable")
         pos.append(np.take_along_axis(np.asarray(slots.pos), order, axis=-1))
         weight.append(np.take_along_axis(np.asarray(slots.weight), order, axis=-1))

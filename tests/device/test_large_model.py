@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.config import PRESETS
 from kvjax.evals.perplexity import stream
 from kvjax.models import init
-from kvjax.models.presets import PRESETS
 from kvjax.pallas_kernels import op
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import get_policy

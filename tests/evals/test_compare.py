@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.evals import compare
+from kvjax.evals import compare, measure
 from kvjax.evals.tasks import Inputs
 
 POLICY = kvjax.StreamingLLM(budget=64)
@@ -16,13 +16,13 @@ def test_equal_budgets_are_measured_once_and_bytes_off_target_are_told(
 ) -> None:
     """Slots come in steps of 32, so that three of the targets give one budget, which holds the bytes of one of them."""
     measured = []
-    measure = compare.measure
+    run = measure.TextMeasure.run
 
-    def counted(params, task, inputs, policy, **options):
+    def counted(ready, policy, *rest):
         measured.append(policy)
-        return measure(params, task, inputs, policy, **options)
+        return run(ready, policy, *rest)
 
-    monkeypatch.setattr(compare, "measure", counted)
+    monkeypatch.setattr(measure.TextMeasure, "run", counted)
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh ijklm nopq " * 10)
     inputs = Inputs(text=text, lengths=(128,))

@@ -8,9 +8,9 @@ import pytest
 from oracles import logits as logits_of
 
 import kvjax
+from kvjax.config import Yarn
 from kvjax.conversion import Tokenizer
 from kvjax.evals import lm_harness
-from kvjax.models.rope import Yarn
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the `lm-eval` extra")
 

@@ -10,11 +10,10 @@ from collections import Counter
 
 import pytest
 
+from kvjax.config import Yarn
 from kvjax.evals import Example, Format, LongBench, measure
 from kvjax.evals.longbench import metrics, tasks
 from kvjax.evals.tasks import Inputs
-from kvjax.models.rope import Yarn
-from kvjax.policies import Full
 
 rouge = pytest.importorskip("rouge", reason="LongBench's metrics are in the `eval` extra")
 jieba = pytest.importorskip("jieba", reason="LongBench's metrics are in the `eval` extra")
@@ -194,8 +193,7 @@ def test_what_is_no_longbench(tmp_path, talker):
     assert LongBench("trec", "f").score("a", Example("", "", ("b",), 1, choices=("a", "b"))) == 0
 
 
-@pytest.mark.parametrize("measured", ["measure", "sizes"])
-def test_texts_are_cut_to_the_scaled_window(talker, monkeypatch, measured):
+def test_texts_are_cut_to_the_scaled_window(talker, monkeypatch):
     """YaRN by 4 leaves four times as much of a text."""
     windows = []
 
@@ -206,7 +204,6 @@ def test_texts_are_cut_to_the_scaled_window(talker, monkeypatch, measured):
     monkeypatch.setattr("kvjax.evals.measure.make_task", make_task)
     rope = dataclasses.replace(talker.config.rope, scaling=Yarn(4.0, 8192))
     params = talker.replace(config=dataclasses.replace(talker.config, rope=rope))
-    more = {"measure": (Full(),), "sizes": (False, None)}[measured]
     with pytest.raises(LookupError):
-        getattr(measure, measured)(params, "longbench-2wikimqa", Inputs(), *more)
+        measure.prepare(params, "longbench-2wikimqa", Inputs())
     assert windows == [32768]

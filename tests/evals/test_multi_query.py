@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.evals import Format, MultiQuery, evaluate, sessions
-from kvjax.evals.measure import sizes
+from kvjax.evals.measure import prepare
 from kvjax.evals.tasks import Inputs
 from kvjax.policies import get_policy
 
@@ -163,12 +163,14 @@ def test_an_interrupted_run_goes_on(talker, file, begun, tmp_path):
 
 
 def test_how_long_its_sequences_become(talker, file):
-    inputs = Inputs(data=file, max_new_tokens=NEW, samples=1)
     context, questions, _ = sessions.plan(
         Format(talker.tokenizer), MultiQuery(file, samples=1, max_new_tokens=NEW).examples(Format(talker.tokenizer))
     )
     new = sum(map(len, questions)) + NEW * len(questions) + 1  # the second reference answer, "345, cd", has seven bytes
-    assert sizes(talker, "multi-query", inputs, query_aware=False, chat=False) == (len(context), new)
+    inputs = Inputs(data=file, max_new_tokens=NEW, samples=1)
+    (batch,) = prepare(talker, "multi-query", inputs, chat=False).plan.batches
+    # The context's last token is read after the others are compressed.
+    assert (batch.prompt, batch.new_tokens) == (len(context) - 1, new + 1)
 
 
 def test_what_is_refused(talker, file, tmp_path):

@@ -94,15 +94,15 @@ def test_results_say_what_was_run(talker, blind):
 def test_interrupted_runs_resume(talker, blind, tmp_path, monkeypatch):
     """The second of two batches fails; half a line is left behind; the next run does only what is missing."""
     out, policy, calls = tmp_path / "needle.jsonl", kvjax.StreamingLLM(budget=64), []
-    run = runner._run
+    run = runner.Prepared._run
 
-    def failing(*args):
-        calls.append(args[6])
+    def failing(prepared, *args):
+        calls.append(list(args[3].examples))
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return run(*args)
+        return run(prepared, *args)
 
-    monkeypatch.setattr(runner, "_run", failing)
+    monkeypatch.setattr(runner.Prepared, "_run", failing)
     with pytest.raises(KeyboardInterrupt):
         evaluate(talker, SMALL, policy, chat=False, out=out)
     with out.open("a") as file:

@@ -13,7 +13,7 @@ from kvjax.bench.results import Results
 from kvjax.cache import layer_specs
 from kvjax.evals import NeedleInAHaystack, evaluate, runner
 from kvjax.evals.checkpoint import Checkpoint
-from kvjax.evals.measure import measure
+from kvjax.evals.measure import prepare
 from kvjax.evals.tasks import Inputs
 from kvjax.policies import StreamingLLM
 
@@ -146,7 +146,7 @@ def test_what_is_no_result_file_is_left_alone(run, content):
 
 def test_a_pipe_or_an_enormous_file_is_no_result_file(run):
     os.mkfifo(run.out)
-    with pytest.raises(OSError, match="a pipe cannot be gone on with; give a regular file"):
+    with pytest.raises(OSError, match="a run cannot resume from a pipe; give a regular file"):
         run()
     run.out.unlink()
     with run.out.open("wb") as stream:
@@ -177,13 +177,13 @@ def test_a_measure_is_one_row(talker, tmp_path, change, says):
     book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
     book.write_text("One fish. Two fish. " * 10)
     inputs = Inputs(lengths=(64,), text=book)
-    found = measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out)
-    assert measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out) == found
+    found = prepare(talker, "fidelity", inputs).run(runner.get_policy("full"), out)
+    assert prepare(talker, "fidelity", inputs).run(runner.get_policy("full"), out) == found
     header, row = out.read_text().split("\n")[:2]
     rows = [row, row] if change is None else [json.dumps(json.loads(row) | change)]
     out.write_text("\n".join([header, *rows, ""]))
     with pytest.raises(ValueError, match=says):
-        measure(talker, "fidelity", inputs, runner.get_policy("full"), out=out)
+        prepare(talker, "fidelity", inputs).run(runner.get_policy("full"), out)
 
 
 def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
     book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
     book.write_text("One fish. Two fish. " * 10)
     broken = dataclasses.replace(talker, norm=talker.norm * float("nan"))
-    found = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), runner.get_policy("full"), out=out)
+    found = prepare(broken, "perplexity", Inputs(lengths=(20,), text=book)).run(runner.get_policy("full"), out)
     assert found.value != found.value
 
     def strict(name):
@@ -199,7 +199,7 @@ def test_what_is_not_finite_is_null_and_comes_back(talker, tmp_path):
 
     header, row, _ = out.read_text().split("\n")
     assert json.loads(row, parse_constant=strict)["value"] is None
-    again = measure(broken, "perplexity", Inputs(lengths=(20,), text=book), runner.get_policy("full"), out=out)
+    again = prepare(broken, "perplexity", Inputs(lengths=(20,), text=book)).run(runner.get_policy("full"), out)
     assert again.value != again.value
     assert again.count == found.count
 

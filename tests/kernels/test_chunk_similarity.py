@@ -100,10 +100,10 @@ def test_auto_is_xla_on_a_cpu():
     ("chunk", "dim", "implementation", "reason"),
     [
         (8, 48, "gpu", "head dim 48 is not a power of two"),
-        (7, 64, "gpu", "a chunk of 7 places is not made of pairs"),
-        (7, 128, "tpu", "a chunk of 7 places is not made of pairs"),
-        (800, 128, "tpu", "a chunk of 800 places is not a multiple of 32, or above 512 of 512"),
-        (4096, 128, "tpu", "a chunk of 4096 places is longer than 2048"),
+        (7, 64, "gpu", "a chunk of 7 slots is odd"),
+        (7, 128, "tpu", "a chunk of 7 slots is odd"),
+        (800, 128, "tpu", "a chunk of 800 slots is not a multiple of 32, or of 512 if above 512"),
+        (4096, 128, "tpu", "a chunk of 4096 slots is longer than 2048"),
     ],
 )
 def test_refusals(chunk, dim, implementation, reason):

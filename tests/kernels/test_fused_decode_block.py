@@ -15,8 +15,8 @@ from kernels.lowering import decoding_step, on
 
 from kvjax.bench.case import Case
 from kvjax.pallas_kernels import BlockWeights, GroupedMatrix, Int8Matrix, Norm, fused_decode_block
-from kvjax.pallas_kernels.fused_decode_block import pallas_mosaic_gpu
-from kvjax.pallas_kernels.fused_decode_block.plan import (
+from kvjax.pallas_kernels.hopper.fused_decode_block import pallas_mosaic_gpu
+from kvjax.pallas_kernels.hopper.fused_decode_block.plan import (
     BARRIERS,
     BYTES,
     GROUPS,
@@ -184,8 +184,8 @@ def test_parts_of_weights_in_groups(rows):
     [
         ({"rows": 3}, "3 rows"),
         ({"width": 4095}, "width of 4095"),
-        ({"heads": (4096, 512)}, "shares of 32, 112, 32 and 4 outputs"),
-        ({"wide": 11008}, "shares of 32, 86, 32 and 8 outputs"),
+        ({"heads": (4096, 512)}, "32, 112, 32 and 4 outputs per program"),
+        ({"wide": 11008}, "32, 86, 32 and 8 outputs per program"),
         ({"rows": 8, "attended": 8192, "width": 8192, "wide": 28672, "heads": (8192, 1024)}, "do not fit"),
     ],
 )
@@ -221,16 +221,16 @@ def test_refuses():
         assert refusal(1, jnp.bfloat16) == "this GPU has 114 multiprocessors, not 128"
     with on():
         assert refusal(1, jnp.bfloat16) is None
-        assert refusal(1, jnp.float32) == "not everything is bfloat16"
+        assert refusal(1, jnp.float32) == "not all arrays are bfloat16"
         assert refusal(16, jnp.bfloat16).startswith("16 rows")
 
 
 def test_refuses_weights():
     with on():
         assert refusal(1, jnp.bfloat16, int8) is None
-        assert refusal(1, jnp.float32, int8) == "not everything but weights is bfloat16"
-        assert refusal(1, jnp.float32, int4) == "not everything but weights is bfloat16"
-        assert refusal(8, jnp.bfloat16, int4) == "8 rows by weights in 4 bits"
+        assert refusal(1, jnp.float32, int8) == "not all activations and norms are bfloat16"
+        assert refusal(1, jnp.float32, int4) == "not all activations and norms are bfloat16"
+        assert refusal(8, jnp.bfloat16, int4) == "8 rows are too many for 4-bit weights"
         assert refusal(1, jnp.bfloat16, mixed) == "some weights are floats and others int8"
         assert refusal(16, jnp.bfloat16, int8).startswith("16 rows")
 
@@ -240,9 +240,9 @@ def test_refuses_weights():
     [
         ({}, None),
         ({"minima": False}, None),
-        ({"dtype": jnp.bfloat16}, "scales of weights in 4 bits are bfloat16, not float16"),
-        ({"group": 128}, "groups of weights in 4 bits are of 128, not 32"),
-        ({"units": 16}, "scales of weights in 4 bits count units"),
+        ({"dtype": jnp.bfloat16}, "scales of 4-bit weights are bfloat16, not float16"),
+        ({"group": 128}, "4-bit weights have groups of 128, not 32"),
+        ({"units": 16}, "scales of 4-bit weights are quantised themselves"),
     ],
 )
 def test_forms_of_four_bits(form, reason):
@@ -253,7 +253,7 @@ def test_forms_of_four_bits(form, reason):
 def test_minima_of_all_or_none():
     with on():
         found = refusal(1, jnp.bfloat16, lambda at, shape: int4(at, shape, minima=at < 4))
-    assert found == "some weights in 4 bits have minima and others none"
+    assert found == "some 4-bit weights have minima and others do not"
 
 
 def test_asked_for_by_name():

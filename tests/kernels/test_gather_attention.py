@@ -151,8 +151,8 @@ def refused(implementation, interpret=True, dim=128, page=16, heads=2, dtype="fl
 
 def test_refusals():
     assert "pages of 1 slots are not a multiple of 16" in refused("tpu", page=1)
-    assert "of a head dim of 64, pages of 16 slots are not a multiple of 128" in refused("tpu", dim=64)
+    assert "pages of 16 slots are not a multiple of 128, as a head dim of 64 requires" in refused("tpu", dim=64)
     assert "keys are float16" in refused("tpu", dtype="float16")
     assert "head dim 80 is not a power of two" in refused("gpu", dim=80)
-    assert "3 query heads for a selecting head is not a power of two" in refused("gpu", heads=3)
+    assert "3 query heads per selecting head is not a power of two" in refused("gpu", heads=3)
     assert "this program is for cpu, not for a gpu" in refused("gpu", interpret=False)

@@ -177,10 +177,10 @@ def test_odd_chunks():
     ("dtype", "chunk", "dim", "reason"),
     [
         ("float64", 32, 32, "keys and values are float64"),
-        ("float32", 32, 48, "head dim 48 is not a power of two from 16 on"),
-        ("float32", 16, 32, "a chunk of 16 places is not a power of two from 32 to 512"),
-        ("float32", 48, 32, "a chunk of 48 places is not a power of two"),
-        ("float32", 1024, 32, "a chunk of 1024 places is not a power of two"),
+        ("float32", 32, 48, "head dim 48 is not a power of two of at least 16"),
+        ("float32", 16, 32, "a chunk of 16 slots is not a power of two from 32 to 512"),
+        ("float32", 48, 32, "a chunk of 48 slots is not a power of two"),
+        ("float32", 1024, 32, "a chunk of 1024 slots is not a power of two"),
     ],
 )
 def test_refusals(dtype, chunk, dim, reason):

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu
 from kernels.interpreter import gpu_races_found, races_found
 
 from kvjax.pallas_kernels import nearest
-from kvjax.pallas_kernels.kmeans import nearest_pallas_mosaic_gpu as pallas_mosaic_gpu
+from kvjax.pallas_kernels.hopper import nearest as hopper_nearest
 from kvjax.pallas_kernels.op import Unsupported
 
 IMPLEMENTATIONS = ["xla", "tpu", "gpu"]
@@ -137,7 +137,7 @@ def test_hopper(biased):
     interpreted = mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
     with interpreted, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         given = (x, y, bias) if biased else (x, y)
-        out = jax.block_until_ready(pallas_mosaic_gpu.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
+        out = jax.block_until_ready(hopper_nearest.nearest(*given, sizes={"queries": 64, "keys": 64, "stages": 2}))
     assert not gpu_races_found()
     check(out, *given)
 
@@ -145,17 +145,17 @@ def test_hopper(biased):
 def test_hopper_serves(monkeypatch):
     """What is measured to be faster than the Triton kernel, and without that all that it can."""
     x = to_jax(np.zeros((1, 128, 64)), jnp.bfloat16)
-    assert pallas_mosaic_gpu.unsupported_reason(x, x) == "this program is not for a Hopper GPU"
+    assert hopper_nearest.unsupported_reason(x, x) == "this program is not for a Hopper GPU"
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        assert pallas_mosaic_gpu.unsupported_reason(x, x) == "the Triton kernel was measured to be as fast"
+        assert hopper_nearest.unsupported_reason(x, x) == "the Triton kernel was measured to be as fast"
         tuned = to_jax(np.zeros((512, 1024, 128), jnp.bfloat16))
-        assert pallas_mosaic_gpu.unsupported_reason(tuned, tuned) is None
-        monkeypatch.setattr(pallas_mosaic_gpu, "triton_unsupported", lambda: "there is none")
-        assert pallas_mosaic_gpu.unsupported_reason(x, x) is None
-        assert str(pallas_mosaic_gpu.unsupported_reason(to_jax(np.asarray(x)[:, :100]), x)).startswith(
+        assert hopper_nearest.unsupported_reason(tuned, tuned) is None
+        monkeypatch.setattr(hopper_nearest, "triton_unsupported", lambda: "there is none")
+        assert hopper_nearest.unsupported_reason(x, x) is None
+        assert str(hopper_nearest.unsupported_reason(to_jax(np.asarray(x)[:, :100]), x)).startswith(
             "100 queries and 128 keys are not whole blocks"
         )
         narrow = to_jax(np.asarray(x)[..., :32])
-        assert str(pallas_mosaic_gpu.unsupported_reason(narrow, narrow)).startswith("head dim 32")
-        assert str(pallas_mosaic_gpu.unsupported_reason(to_jax(x, jnp.float32), x)).startswith("queries are float32")
+        assert str(hopper_nearest.unsupported_reason(narrow, narrow)).startswith("head dim 32")
+        assert str(hopper_nearest.unsupported_reason(to_jax(x, jnp.float32), x)).startswith("queries are float32")

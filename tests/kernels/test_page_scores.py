@@ -83,7 +83,7 @@ def test_blocks_of_pages():
     ("heads", "dim", "dtype", "reason"),
     [
         (2, 24, "float32", "head dim 24 is not a power of two from 16 to 256"),
-        (3, 16, "float32", "3 query heads for a KV head is not a power of two"),
+        (3, 16, "float32", "3 query heads per KV head is not a power of two"),
         (2, 16, "float16", "queries are float16 and bounds float32"),
     ],
 )

@@ -101,10 +101,10 @@ def test_xla_serves_any_shape_and_type():
 @pytest.mark.parametrize(
     ("rows", "depth", "outputs", "dtype", "says"),
     [
-        (17, 128, 16, "bfloat16", r"inputs are \(17, 128\), not up to 16 rows"),
+        (17, 128, 16, "bfloat16", r"inputs have shape \(17, 128\), not \[B, D\] with up to 16 rows"),
         (1, 96, 16, "bfloat16", "96 inputs are not a multiple of 128"),
         (1, 128, 24, "bfloat16", "24\\] outputs are not multiples of 16"),
-        (1, 128, 16, "float32", "not everything is bfloat16"),
+        (1, 128, 16, "float32", "not all arrays are bfloat16"),
     ],
 )
 def test_who_cannot_serve_says_why(rows, depth, outputs, dtype, says):

@@ -131,7 +131,7 @@ def test_long_prompts_need_no_room_for_every_query():
 
 def test_what_is_refused():
     q, k, lengths, first, count = draw(0, 16, 2, 2, 80, "float32")
-    with pytest.raises(ValueError, match=r"kind='logits' with chunk=4 or a middle; these are for 'softmax'"):
+    with pytest.raises(ValueError, match=r"kind='logits' does not support chunk=4 or `middle`\. Use kind='softmax'"):
         window_scores(q, k, lengths, window=4, scale=SCALE, kind="logits", chunk=4)
     reasons = {"tpu": "2 KV heads of 80 channels do not fill", "gpu": "head dim 80 is not a power of two"}
     for implementation, reason in reasons.items():

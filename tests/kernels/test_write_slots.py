@@ -9,7 +9,7 @@ import pytest
 from arrays import to_jax
 from kernels.lowering import on
 
-from kvjax.models.rope import Rope
+from kvjax.config import Rope
 from kvjax.pallas_kernels import DeferredRope, SlotUpdate, write_sharded_slots, write_slots
 from kvjax.pallas_kernels.op import Unsupported
 

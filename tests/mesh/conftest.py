@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, init
-from kvjax.models.rope import RopeConfig
 
 DEVICES = 8
 """Which `-m mesh` has a CPU be."""

@@ -8,7 +8,8 @@ import pytest
 
 from kvjax.bench import floor, measure, states
 from kvjax.bench.case import Case, read_policy
-from kvjax.models import Params, init, presets
+from kvjax.config import presets
+from kvjax.models import Params, init
 from kvjax.models.sharding import bytes_per_device, init_on, mesh_of, place_all
 from kvjax.runtime import decoding
 

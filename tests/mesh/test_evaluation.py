@@ -12,7 +12,7 @@ from kvjax.evals import Example, evaluate
 from kvjax.evals.compare import compare
 from kvjax.evals.fidelity import sweep
 from kvjax.evals.following import following
-from kvjax.evals.measure import measure
+from kvjax.evals.measure import prepare
 from kvjax.evals.perplexity import streaming, windowed
 from kvjax.evals.report import read_rows
 from kvjax.evals.tasks import Inputs
@@ -108,6 +108,7 @@ def test_fidelity(params, folder):
                 np.testing.assert_allclose(getattr(many, field.name), getattr(one, field.name), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_measures_and_tables(params, folder, tmp_path):
     """Of a model that lies on a mesh, without saying so again."""
     many = place_all(get_shard("data=2,model=2", params.config), params)
@@ -118,7 +119,7 @@ def test_measures_and_tables(params, folder, tmp_path):
         ("perplexity", dataclasses.replace(inputs, window=20)),
     ):
         policy = kvjax.get_policy("full" if given.window else "snapkv:24,window=4")
-        one, other = (dataclasses.asdict(measure(each, name, given, policy)) for each in (params, many))
+        one, other = (dataclasses.asdict(prepare(each, name, given).run(policy)) for each in (params, many))
         for outcome in (one, other):
             del outcome["details"], outcome["tokens_per_second"]
         assert other == one | {"value": pytest.approx(one["value"], abs=1e-4)}
@@ -137,13 +138,13 @@ def test_the_first_of_two_processes_prints_and_writes(folder, params, tmp_path, 
     monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
     given = Inputs(lengths=(600,), text=folder / "text.txt")
     policy, out = kvjax.get_policy("streaming_llm:32"), tmp_path / "perplexity.jsonl"
-    expected = measure(params, "perplexity", given, policy)
+    expected = prepare(params, "perplexity", given).run(policy)
 
     def interrupt(done, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(params, "perplexity", given, policy, out=out, progress=interrupt)
+        prepare(params, "perplexity", given).run(policy, out, interrupt)
     monkeypatch.undo()
     assert out.with_suffix(".state.npz").exists()
     asked = ["eval", "perplexity", "--model", str(folder / "small"), "--json", "--policy", "streaming_llm:32"]
@@ -159,6 +160,7 @@ def test_the_first_of_two_processes_prints_and_writes(folder, params, tmp_path, 
 
 
 @pytest.mark.mesh_long
+@pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
 def test_two_processes_compare(folder, params, tmp_path):
     """Answers, those to many questions of one context, and what reads without a cache, in a table of which the first writes all files."""
     turns = [{"input": "What is ab?", "answer": "12"}, {"input": "And cd?", "answer": ["345"]}]

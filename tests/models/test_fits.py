@@ -5,10 +5,10 @@ from kernels.ahead_of_time import chip
 
 from benchmarks.fits import measure
 from kvjax.bench.case import Case
+from kvjax.config import PRESETS
 from kvjax.models import abstract
 from kvjax.models.params import nbytes
-from kvjax.models.presets import PRESETS
-from kvjax.runtime.ahead_of_time import mesh
+from kvjax.runtime.absent_tpu import mesh
 
 LAYERS = 2
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.config import PRESETS, RopeConfig
 from kvjax.models import ModelConfig, Params, abstract, init
 from kvjax.models.params import count, initial, quantized_shape, tree_map_named
-from kvjax.models.presets import PRESETS
-from kvjax.models.rope import RopeConfig
 
 FULL = ModelConfig(
     family="llama",

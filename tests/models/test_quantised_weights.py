@@ -15,7 +15,7 @@ from kvjax.conversion import quantize_weights
 from kvjax.models import Params, abstract
 from kvjax.models.params import count, nbytes, retyped
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Norm, is_quantized, lookup, projection
-from kvjax.pallas_kernels.fused_decode_block import BlockWeights, fused_decode_block
+from kvjax.pallas_kernels.hopper.fused_decode_block import BlockWeights, fused_decode_block
 from kvjax.runtime.engine import Engine
 
 KINDS = ["int8", "int4"]
@@ -85,7 +85,7 @@ def test_programs_are_for_one_kind_of_weights(held, tiny: Params) -> None:
     for other in (held["int8"], tiny):
         with pytest.raises(ValueError, match="give the weights that they were compiled for"):
             engine.of(other)
-    with pytest.raises(ValueError, match="shapes of weights alone"):
+    with pytest.raises(ValueError, match="params are shapes without weights"):
         kvjax.generate(shapes, [1, 2, 3])
 
 

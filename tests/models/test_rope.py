@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import rope_oracle
 
+from kvjax.config import NO_ROPE, Linear, Llama3, LongRope, Rope, RopeConfig, Yarn
 from kvjax.conversion import from_hf
-from kvjax.models.rope import NO_ROPE, Linear, Llama3, LongRope, Rope, RopeConfig, Yarn
 
 PLAIN = RopeConfig(theta=1e4, dim=12)
 ROPES = {

@@ -12,9 +12,9 @@ import pytest
 from policies import surrogates
 
 import kvjax
-from kvjax.cache import LayerSpec, Prompt, Token, bucket
+from kvjax.cache import LayerSpec, PromptKV, Token, bucket
+from kvjax.config import Rope, RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import Rope, RopeConfig
 from kvjax.pallas_kernels.ties import NEAR
 from kvjax.policies import (
     AdaKV,
@@ -39,14 +39,13 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    prefill_alone,
     recompress,
     thresholded,
 )
-from kvjax.policies.capabilities import as_cache
-from kvjax.policies.capabilities import prefill as prefill_alone
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.families.scoring import PromptScorer
 from kvjax.policies.profile import fingerprint
-from kvjax.policies.surroundings import Surroundings
 
 ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
@@ -132,8 +131,8 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        carry = surrounded(spec, q, k).told({}) if layer.traits.surroundings else {}
-        return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
+        carry = surrounded(spec, q, k).with_context({}) if layer.needs_context else {}
+        return prefill_alone(layer, PromptKV.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
@@ -144,11 +143,11 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
     return prefill, step
 
 
-def surrounded(spec: LayerSpec, q: Any, k: Any) -> Surroundings:
+def surrounded(spec: LayerSpec, q: Any, k: Any) -> AttentionContext:
     """What is around attention that reads queries and keys side by side, as wide as `TINY`; nothing comes after it."""
     read = jnp.concatenate([q.reshape(*q.shape[:2], -1), k.reshape(*k.shape[:2], -1)], axis=-1)
     read = jnp.pad(read, ((0, 0), (0, 0), (0, max(TINY.hidden_size - read.shape[-1], 0))))[..., : TINY.hidden_size]
-    return dataclasses.replace(Surroundings.alone(spec), inputs=lambda: read)
+    return dataclasses.replace(AttentionContext.alone(spec), inputs=lambda: read)
 
 
 SLOW = {
@@ -301,7 +300,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
 
 def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
     """Original positions held, as sets, by row and head."""
-    slots = as_cache(policy.layer(case.spec), state)
+    slots = policy.layer(case.spec).view(state)
     pos, live = np.asarray(slots.pos), np.asarray(slots.live)
     return [[set(p[m].tolist()) for p, m in zip(*row, strict=True)] for row in zip(pos, live, strict=True)]
 
@@ -309,7 +308,7 @@ def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
 def rotated(rope: Rope, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Rotated queries and keys of a prompt, and values."""
     lengths = jnp.full(len(q), q.shape[1], jnp.int32)
-    prompt = Prompt.of(rope, q, k, v, lengths, lengths)
+    prompt = PromptKV.of(rope, q, k, v, lengths, lengths)
     return prompt.q_rotated, prompt.k_rotated, prompt.v
 
 
@@ -341,11 +340,15 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def as_if_alone(params: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
-    """What a batch generates, each of whose rows generates what its prompt does alone."""
+def as_if_alone(params: Any, prompts: list[list[int]], *, atol: float = 2e-5, **options: Any) -> list[Any]:
+    """What a batch generates, each of whose rows generates what its prompt does alone.
+
+    Args:
+        atol: by how much log-probabilities may differ.
+    """
     together = kvjax.generate(params, prompts, **options)
     for prompt, got in zip(prompts, together, strict=True):
         alone = kvjax.generate(params, prompt, **options)
         assert alone.tokens == got.tokens
-        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=2e-5)
+        np.testing.assert_allclose(alone.logprobs, got.logprobs, atol=atol)
     return together

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.rope import Rope
+from kvjax.config import Rope
 
 
 def rotate(rope: Rope, x: np.ndarray, pos: Any) -> np.ndarray:

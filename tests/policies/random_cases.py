@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, Token, layer_specs
+from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.models.rope import RopeConfig
 from kvjax.policies import (
     Policy,
     PolicyError,
@@ -20,12 +20,12 @@ from kvjax.policies import (
     get_policy,
     offloaded,
     policies,
+    prefill_alone,
     pyramid,
     quantized,
     recompress,
     thresholded,
 )
-from kvjax.policies.capabilities import as_cache, look_ahead, prefill
 
 STEPS = 5
 PROMPT = 64
@@ -219,12 +219,12 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
     layers = [policy.layer(spec) for spec in specs]
     states, carry = [], {}
     for i, layer in enumerate(layers):
-        prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
-        state, carry = prefill(layer, prompt, carry)
+        prompt = PromptKV.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
+        state, carry = prefill_alone(layer, prompt, carry)
         states.append(state)
 
     def held(states: Any) -> Any:
-        caches = [as_cache(layer, state) for layer, state in zip(layers, states, strict=True)]
+        caches = [layer.view(state) for layer, state in zip(layers, states, strict=True)]
         return [(x.pos, x.weight, x.next, x.seen) for x in caches]
 
     def step(states: Any, given: Any) -> Any:
@@ -232,7 +232,7 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
         after, outs, carry = [], [], {}
         for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
             if i:
-                carry = look_ahead(layer, lambda i=i: q[i], pos, carry)
+                carry = layer.look_ahead(lambda i=i: q[i], pos, carry)
             token = Token(q[i], k[i], v[i], pos, layer.spec.rope)
             out, state, carry = layer.attend(layer.append(state, token), token, carry)
             after.append(layer.compress(state))

@@ -9,18 +9,17 @@ from policies.driver import Case, compiled
 
 from kvjax.cache import LayerSpec
 from kvjax.policies import Policy
-from kvjax.policies.capabilities import as_cache
 
 
 @functools.cache
 def reader(policy: Policy, spec: LayerSpec) -> Any:
-    """`as_cache` of a layer whose states are no caches, jitted."""
-    return jax.jit(functools.partial(as_cache, policy.layer(spec)))
+    """`view` of a layer whose states are no caches, jitted."""
+    return jax.jit(policy.layer(spec).view)
 
 
 def slots_of(policy: Policy, case: Case, state: Any) -> Any:
     """The state as a cache of NumPy's arrays."""
-    own = policy.layer(case.spec).traits.has_own_store
+    own = policy.layer(case.spec).has_own_store
     return jax.device_get(reader(policy, case.spec)(state) if own else state.cache)
 
 

@@ -136,6 +136,6 @@ def test_bad_safeguard(alpha):
 def test_what_is_looked_at_has_no_more_slots_than_a_head_can_fill(budget):
     """A head has at most the tokens of a row, and at most the store."""
     layer = AdaKV(budget=budget, window=4).layer(make_case(0, [60], STEPS, 4, 2).spec)
-    slots = jax.eval_shape(layer.as_cache, jax.eval_shape(layer.init)).pos.shape
+    slots = jax.eval_shape(layer.view, jax.eval_shape(layer.init)).pos.shape
     assert slots == (1, 2, min(layer.spec.max_tokens, layer.capacity))
     assert (layer.capacity < layer.spec.max_tokens) == (budget == 8)

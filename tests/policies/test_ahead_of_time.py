@@ -10,8 +10,8 @@ from kernels.ahead_of_time import compile_for, temporaries
 from policies.driver import mean_queries
 
 from kvjax.cache import layer_specs
+from kvjax.config import PRESETS
 from kvjax.models import ModelConfig, abstract
-from kvjax.models.presets import PRESETS
 from kvjax.policies import Policy, get_policy, policies
 from kvjax.runtime import decoding
 
@@ -31,7 +31,7 @@ CONFIG = PRESETS["llama-3.1-8b"]
 
 
 def policy_for(name: str, config: ModelConfig) -> Policy:
-    """The policy at a fifth of the context (sparse ones: 1024 tokens per step), with kinds of heads dealt in turn."""
+    """The policy at a fifth of the context (sparse ones: 1024 tokens per step), with kinds of heads sharded in turn."""
     cls = policies()[name]
     options = {}
     if "budget" in {field.name for field in dataclasses.fields(cls)}:

@@ -15,11 +15,20 @@ from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.analysis.recording import record
-from kvjax.cache import Prompt, TokenBlock, empty
-from kvjax.policies import AttentionMatching, Full, PolicyError, SnapKV, by_head, by_layer, get_policy, quantized
+from kvjax.cache import PromptKV, TokenBlock, empty
+from kvjax.policies import (
+    AttentionMatching,
+    Full,
+    PolicyError,
+    SnapKV,
+    by_head,
+    by_layer,
+    get_policy,
+    prefill_alone,
+    quantized,
+)
 from kvjax.policies.attention_matching import matched
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache, prefill
 from kvjax.policies.replay import Part
 
 
@@ -104,7 +113,7 @@ def test_factorisations_come_one_at_a_time():
     case = make_case(0, [40, 30], 1)
     layer = AttentionMatching(budget=8, chunk=64).layer(case.spec)
     text = *(np.zeros((2, 64, n, 8), np.float32) for n in (4, 2, 2)), to_jax([40, 30]), to_jax([41, 31])
-    program = str(jax.make_jaxpr(lambda *x: prefill(layer, Prompt.of(ROPE, *x), {})[0])(*text))
+    program = str(jax.make_jaxpr(lambda *x: prefill_alone(layer, PromptKV.of(ROPE, *x), {})[0])(*text))
     made = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd)\[", program)
     assert len(made) > 2
     assert all(shape.count(",") < 2 for shape in made)
@@ -191,7 +200,7 @@ def test_a_model_reads_again(tiny):
         found = parts(len(prompt), policy.chunk, 0)
         readings = [record(tiny, [*prompt, *(prompt[i] for i in part)]) for part in found]
         for layer, cached in enumerate(state.caches):
-            slots = as_cache(engine.layers[layer], cached)
+            slots = engine.layers[layer].view(cached)
             live, pos, weights, held = (np.asarray(x[row]) for x in (slots.live, slots.pos, slots.weight, slots.v))
             keys, values = (np.asarray(getattr(readings[0][layer], name))[: len(prompt)] for name in ("k", "v"))
             queries = np.concatenate([np.asarray(each[layer].q)[len(prompt) :] for each in readings])
@@ -269,4 +278,6 @@ def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = AttentionMatching(budget=8).layer(case.spec)
     with pytest.raises(PolicyError, match="second reading"):
-        layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})
+        layer.prefill(
+            PromptKV.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {}
+        )

@@ -17,7 +17,7 @@ from policies.driver import ROPE, TINY, Case, compiled, compositions, every_poli
 from policies.oracle_arrays import rotate, shares
 from policies.oracle_quest import QuestHead
 
-from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
+from kvjax.cache import LayerSpec, Token, TokenBlock, attention, where_rows
 from kvjax.cache.packing import PackedCache
 from kvjax.pallas_kernels import block_attention
 from kvjax.policies import (
@@ -59,7 +59,6 @@ from kvjax.policies import (
     thresholded,
     treekv,
 )
-from kvjax.policies.capabilities import as_cache, read_block
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.clusterkv import ClusteredCache
 from kvjax.policies.families.noise import uniform
@@ -95,8 +94,8 @@ def reader(policy: Policy, spec: LayerSpec) -> Any:
 
     @jax.jit
     def read(state: Any, q: Any, k: Any, v: Any, position: Any, count: Any, total: Any) -> Any:
-        out, state, _ = read_block(layer, state, TokenBlock(q, k, v, position, count, total, spec.rope), {})
-        slots = as_cache(layer, state)
+        out, state, _ = layer.read_block(state, TokenBlock(q, k, v, position, count, total, spec.rope), {})
+        slots = layer.view(state)
         return out, state, slots.pos, slots.live
 
     return read
@@ -439,7 +438,7 @@ def reading(budget: int) -> list[Policy]:
     """Every policy that reads in blocks, and the compositions."""
     some = [dataclasses.replace(p, n_clusters=None) if isinstance(p, ClusterKV) else p for p in every_policy(budget)]
     spec = make_case(0, [60], 6).spec
-    return [p for p in [*some, *compositions(budget)] if p.layer(spec).traits.reading != "whole"]
+    return [p for p in [*some, *compositions(budget)] if p.layer(spec).reads != "whole"]
 
 
 def quick(policies: list[Policy], names: set[str]) -> list[Any]:
@@ -468,7 +467,7 @@ def test_what_reads_in_blocks():
         "lagkv",
         "shadowkv",
     }
-    assert [p.info.name for p in reading(16) if p.layer(spec).traits.reading == "tokens"] == ["cam"]
+    assert [p.info.name for p in reading(16) if p.layer(spec).reads == "tokens"] == ["cam"]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +491,7 @@ def test_one_block_is_a_prompt(policy):
 def said(layer: Any, state: Any) -> Any:
     """A state without what stands where clusters are none, and packed numbers unpacked where there are some."""
     if isinstance(state, PackedCache | RotatedCache):
-        return as_cache(layer, jax.tree.map(to_jax, state))
+        return layer.view(jax.tree.map(to_jax, state))
     if not isinstance(state, ClusteredCache):
         return state
     used = (np.arange(state.sizes.shape[-1]) < state.clusters[:, None])[:, None]
@@ -512,7 +511,7 @@ def test_blocks_of_one_token_are_decoding(policy):
     lengths = np.random.default_rng(5).integers(20, 41, size=12)
     case = make_case(8, lengths, 6)
     spec, plan = spec_of(case, 1, layer_of(policy)), counts(8, lengths, 1)
-    step, there = compiled(policy, spec)[1], jax.jit(in_rows)
+    step, there = compiled(policy, spec)[1], jax.jit(where_rows)
     rows, position = np.arange(12), np.zeros(12, np.int32)
     blocks = read(policy, case, spec, plan)
     next(blocks)
@@ -646,8 +645,8 @@ def decoder(policy: Policy, spec: LayerSpec) -> Any:
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
         token = Token(q, k, v, pos, spec.rope)
         out, state, _ = layer.attend(layer.append(state, token), token, {})
-        slots, state = as_cache(layer, state), layer.compress(state)
-        left = as_cache(layer, state)
+        slots, state = layer.view(state), layer.compress(state)
+        left = layer.view(state)
         return out, state, slots, (left.pos, left.live)
 
     return step
@@ -702,6 +701,7 @@ def test_what_needs_the_whole_prompt_says_so(policy):
     spec = spec_of(case, 8)
     count = to_jax([0])
     block = TokenBlock(*(to_jax(x[:, :8]) for x in (case.q, case.k, case.v)), count, count, count, spec.rope)
-    bound = policy.bind(TINY)
+    layer = policy.bind(TINY).layer(spec)
+    state = layer.init()
     with pytest.raises(PolicyError, match=r"chooses from the prompt as a whole.*leave prefill_block out"):
-        read_block(bound.layer(spec), None, block, {})
+        layer.read_block(state, block, {})

@@ -18,7 +18,6 @@ from kvjax.cache import layer_specs
 from kvjax.models import transformer
 from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_head, by_layer, chunk_token_hybrid, chunkkv
 from kvjax.policies.budget import budget_rows
-from kvjax.policies.capabilities import as_cache
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 
@@ -257,7 +256,7 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
     state, _ = engine.prefill([prompt])
     held = []
     for layer, states in zip(engine.layers, state.caches, strict=True):
-        slots = jax.jit(functools.partial(as_cache, layer))(states) if layer.traits.has_own_store else states.cache
+        slots = jax.jit(layer.view)(states) if layer.has_own_store else states.cache
         pos, weight = np.asarray(slots.pos)[0], np.asarray(slots.weight)[0]
         held.append([set(p[there].tolist()) for p, there in zip(pos, weight > 0, strict=True)])
     return held

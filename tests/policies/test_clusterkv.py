@@ -198,7 +198,7 @@ def test_prompt_within_the_budget_is_the_full_cache():
     """Recall 1 as long as all that is clustered fits, though the budget does not cover all tokens to come."""
     case = make_case(9, [24, 3, 16, 23], steps=12)
     policy = ClusterKV(**SMALL | {"window": 100, "new_clusters": 2})
-    assert policy.layer(case.spec).traits.sparse
+    assert policy.layer(case.spec).attention == "sparse"
     np.testing.assert_allclose(run(policy, case)[1], run(Full(), case)[1], atol=2e-5)
 
 
@@ -224,8 +224,8 @@ def test_first_layers_are_dense():
     policy = ClusterKV(**SMALL | {"dense_layers": 1})
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
     spec = dataclasses.replace(case.spec, layer=1)
-    assert policy.layer(spec).traits.sparse
-    assert not policy.layer(case.spec).traits.sparse
+    assert policy.layer(spec).attention == "sparse"
+    assert policy.layer(case.spec).attention != "sparse"
 
 
 def test_error_falls_with_the_budget():
@@ -340,7 +340,7 @@ def test_what_is_sparse(policy):
     spec = make_case(0, [2000], steps=48).spec
     for layer, budget, sparse in ((1, 2096, False), (1, 2095, True), (0, 2095, False)):
         where = dataclasses.replace(spec, layer=layer)
-        assert dataclasses.replace(policy, budget=budget).layer(where).traits.sparse == sparse
+        assert (dataclasses.replace(policy, budget=budget).layer(where).attention == "sparse") == sparse
 
 
 @pytest.mark.parametrize(

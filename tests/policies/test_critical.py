@@ -1,7 +1,6 @@
 """CriticalKV's two stages against the literal algorithm, alone and within a model."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +30,8 @@ from kvjax.policies import (
     critical,
     get_policy,
 )
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
-from kvjax.policies.surroundings import Surroundings
 from kvjax.policies.transforms.critical import projected_sizes
 
 # Cases worked out by hand.
@@ -51,7 +49,7 @@ def test_a_large_value_is_kept_by_hand():
 def test_sizes_of_projected_values():
     random, spec = np.random.default_rng(0), make_case(0, [1], 1).spec
     matrix, values = random.normal(size=(4, 8, 20)).astype(np.float32), random.normal(size=(2, 150, 2, 8))
-    around = Surroundings(lambda: jnp.zeros((1, 1, 1)), lambda: jnp.asarray(matrix))
+    around = AttentionContext(lambda: jnp.zeros((1, 1, 1)), lambda: jnp.asarray(matrix))
     got = np.asarray(jax.jit(lambda values: projected_sizes(spec, around, values))(values.astype(np.float32)))
     for row, head in np.ndindex(2, 2):
         want = oracle.sizes(values[row, :, head], matrix[2 * head : 2 * head + 2])
@@ -109,7 +107,7 @@ def test_a_model_brings_its_output_projection(kind, tiny):
     engine = kvjax.Engine(params, policy, batch=3, prompt_len=50, max_new_tokens=4)
     state, _ = engine.prefill(prompts)
     own = zip(engine.layers, state.caches, strict=True)
-    held = [jax.device_get(jax.jit(partial(as_cache, layer))(cached)) for layer, cached in own]
+    held = [jax.device_get(jax.jit(layer.view)(cached)) for layer, cached in own]
     differ = 0
     for row, prompt in enumerate(prompts):
         for layer, recorded in enumerate(record(params, prompt)):
@@ -160,7 +158,7 @@ def test_parts_of_heads_have_their_own_projections(tiny):
         engine = kvjax.Engine(tiny, each, prompt_len=50, max_new_tokens=4)
         state, _ = engine.prefill([prompt])
         own = zip(engine.layers, state.caches, strict=True)
-        slots = [jax.jit(partial(as_cache, layer))(cached) for layer, cached in own]
+        slots = [jax.jit(layer.view)(cached) for layer, cached in own]
         found.append([np.sort(np.asarray(own.pos), axis=-1)[..., -12:].tolist() for own in slots])
     assert found[0] == found[1]
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from policies.driver import Case, compositions, every_policy, make_case, offloads
 
-from kvjax.cache import Prompt, Token, layer_specs
+from kvjax.cache import PromptKV, Token, layer_specs
 from kvjax.models import transformer
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.policies import Full, Policy, PolicyError, SnapKV, offloaded
-from kvjax.policies.capabilities import prefill
+from kvjax.policies import Full, Policy, PolicyError, SnapKV, offloaded, prefill_alone
 from kvjax.runtime import decoding, replay
 
 STEPS = 2
@@ -39,9 +38,9 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, max(room - x.shape[1], 0)), (0, 0), (0, 0)))[:, :room]
 
     layer = policy.layer(spec)
-    state, _ = prefill(
+    state, _ = prefill_alone(
         layer,
-        Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
+        PromptKV.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
         {},
     )
     for i in range(STEPS):
@@ -101,7 +100,7 @@ def test_a_kernel_without_one_says_so():
 
     assert np.isfinite(out(q))
     with pytest.raises(
-        Unsupported, match=r"decode_attention: its Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
+        Unsupported, match=r"decode_attention: the Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
     ):
         jax.grad(out)(q)
 

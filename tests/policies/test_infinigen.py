@@ -13,18 +13,17 @@ from policies.oracle_infinigen import InfiniLayer
 
 import kvjax
 from kvjax.cache import Token, layer_specs
+from kvjax.config import PRESETS
 from kvjax.models import transformer
-from kvjax.models.presets import PRESETS
 from kvjax.pallas_kernels import Norm
 from kvjax.policies import (
+    CacheLayer,
     Full,
     InfiniGen,
-    Layer,
     Policy,
     PolicyError,
     PolicyInfo,
     SkewProfile,
-    Traits,
     by_head,
     by_layer,
     offloaded,
@@ -167,9 +166,7 @@ class Watching(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchingLayer(Layer[Watching]):
-    traits: Traits = dataclasses.field(default=Traits(looks_ahead=True))
-
+class WatchingLayer(CacheLayer[Watching]):
     def look_ahead(self, queries, position, carry):
         return carry | {self.key: queries()}
 

@@ -27,7 +27,6 @@ import kvjax
 from kvjax.cache import LayerCache, Token, host_memory, layer_specs
 from kvjax.models.params import count
 from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, offloaded, quantized
-from kvjax.policies.capabilities import as_cache
 from kvjax.policies.families.ragged import Ragged
 from kvjax.policies.transforms.quantize import PackedCache
 from kvjax.policies.transforms.rotated import RotatedCache
@@ -137,13 +136,13 @@ def test_slots_hold_what_they_claim(policy):
         rounding = 0.2 * max(np.linalg.norm(x, axis=-1).max() for x in (inputs.k, inputs.v))
     turned = {}  # (row, position, head) to the rotated key: most slots stay from state to state
     for state in run(policy, inputs)[2]:
-        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
+        slots = jax.tree.map(np.asarray, policy.layer(inputs.spec).view(state))
         keys, held_keys, values, held_values = [], [], [], []
         for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
             pos = slots.pos[row, head, slot]
             assert 0 <= pos < slots.seen[row]
             if (
-                slots.weight[row, head, slot] > 1 and not info.fits
+                slots.weight[row, head, slot] > 1 and not info.refits_values
             ):  # a mean of tokens, see test_merged_slots_hold_all_tokens
                 assert info.merges
                 continue
@@ -158,12 +157,12 @@ def test_slots_hold_what_they_claim(policy):
             values.append(inputs.v[row, pos, head])
             held_values.append(slots.v[row, head, slot])
         np.testing.assert_allclose(held_keys, keys, atol=1e-5 if exact else 1.5 * rounding)
-        if not (info.accumulates_values or info.fits):
+        if not (info.adds_dropped_values or info.refits_values):
             np.testing.assert_allclose(held_values, values, rtol=0, atol=0 if exact else rounding)
         live = slots.weight > 0
         assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
         assert (slots.pos[~live] == -1).all()
-        assert info.fits or (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
+        assert info.refits_values or (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
 
 
 MERGING = [p for p in TIGHT + FRACTION if p.info.merges]
@@ -174,7 +173,7 @@ def test_merged_slots_hold_all_tokens(policy):
     """Nothing is dropped: weights sum to the tokens seen, and weighted values to the sum of all values."""
     inputs = case(21)
     for state in run(policy, inputs)[2]:
-        slots = jax.tree.map(np.asarray, as_cache(policy.layer(inputs.spec), state))
+        slots = jax.tree.map(np.asarray, policy.layer(inputs.spec).view(state))
         np.testing.assert_array_equal(slots.weight.sum(axis=-1), np.stack([slots.seen] * 2, axis=-1))
         for row, seen in enumerate(slots.seen):
             held = np.einsum("kc,kch->kh", slots.weight[row], slots.v[row])
@@ -200,7 +199,7 @@ def test_the_newest_token_is_never_lost(policy):
     """It has a slot of its own when a query attends, in every head, however full the cache is."""
     inputs = case(22)
     layer, states = policy.layer(inputs.spec), run(policy, inputs)[2]
-    append = jax.jit(lambda state, token: as_cache(layer, layer.append(state, token)))
+    append = jax.jit(lambda state, token: layer.view(layer.append(state, token)))
     rows = np.arange(len(inputs.lengths))
     for i, state in enumerate(states[:-1]):
         pos = inputs.lengths + i
@@ -216,7 +215,8 @@ def test_the_newest_token_is_never_lost(policy):
 @pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 @each(TIGHT)
 def test_rows_are_independent(policy, tiny):
-    as_if_alone(tiny, PROMPTS, policy=policy, **GREEDY)
+    fits = policy.info.refits_values  # least squares, which make differences of other shapes' rounding larger
+    as_if_alone(tiny, PROMPTS, policy=policy, atol=1e-4 if fits else 2e-5, **GREEDY)
 
 
 @each(FRACTION)

@@ -21,18 +21,17 @@ from kvjax.policies import (
     AdaKV,
     ByHead,
     ByLayer,
+    CacheLayer,
     CaM,
     CateKV,
     Chelsea,
     ClusterKV,
     Full,
-    Layer,
     Offloaded,
     Policy,
     PolicyError,
     PolicyInfo,
     StreamingLLM,
-    Traits,
     TreeKV,
     by_head,
     by_layer,
@@ -57,8 +56,10 @@ class Fading(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class FadingLayer(Layer[Fading]):
-    traits: Traits = dataclasses.field(default=Traits("every_step", compress_reads_kv=True))
+class FadingLayer(CacheLayer[Fading]):
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
 
     def compress(self, state):
         small = jnp.linalg.norm(state.k, axis=-1, keepdims=True) < 3.0
@@ -277,7 +278,7 @@ def test_what_is_said_of_a_policy_is_said_of_it_offloaded(policy):
     name = f"offloaded({policy.info.name})"
     assert far.info == dataclasses.replace(policy.info, name=name, transform="offloaded")
     layer, inner = far.layer(spec), policy.layer(spec)
-    assert isinstance(layer, offload.OffloadedSparseLayer) == inner.traits.sparse
+    assert isinstance(layer, offload.OffloadedSparseLayer) == (inner.attention == "sparse")
     assert layer.capacity == inner.capacity
 
 

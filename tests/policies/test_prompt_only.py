@@ -99,8 +99,8 @@ def test_parts_keep_their_budgets():
 def test_refusals():
     with pytest.raises(PolicyError, match=r"offloaded\(prompt_only\(tova\)\)"):
         prompt_only(offloaded(TOVA(budget=8))).bind(TINY).layer(make_case(0, [4], 1).spec)
-    with pytest.raises(PolicyError, match="has none of its own"):
-        prompt_only(by_layer([TOVA(), TOVA()]), budget=8)
+    with pytest.raises(PolicyError, match="budget=-8"):
+        prompt_only(by_layer([TOVA(), TOVA()]), budget=-8)
     assert get_policy("prompt_only(tova)", budget=64) == prompt_only(TOVA(budget=64))
     with pytest.raises(PolicyError, match="has no budget to divide"):
         get_policy("pyramid(prompt_only(full))")

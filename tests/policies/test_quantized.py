@@ -13,7 +13,7 @@ from policies.oracle_kivi import KiviHead, rounded
 from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
-from kvjax.cache import Prompt, Token, TokenBlock, in_rows, layer_specs, packing
+from kvjax.cache import PromptKV, Token, TokenBlock, layer_specs, packing, where_rows
 from kvjax.cache.packing import PackedCache
 from kvjax.policies import (
     KIVI,
@@ -33,7 +33,6 @@ from kvjax.policies import (
     pyramid,
     quantized,
 )
-from kvjax.policies.capabilities import as_cache
 
 STEPS = 7
 CONFIGURATIONS = {
@@ -152,7 +151,7 @@ def test_blocks_together_are_the_whole():
 
     @jax.jit
     def whole(state, q, k, v, pos):
-        return Full().layer(spec).attend(as_cache(layer, state), Token(q, k, v, pos, spec.rope), {})[0]
+        return Full().layer(spec).attend(layer.view(state), Token(q, k, v, pos, spec.rope), {})[0]
 
     want = whole(state, *(x[[0, 1], case.lengths] for x in (case.q, case.k, case.v)), case.lengths)
     np.testing.assert_allclose(out, want, atol=1e-5)
@@ -254,10 +253,10 @@ def test_places_beyond_a_caches_slots_are_free():
     policy, case = KIVI(bits=4, group=48, residual=48).bind(TINY), make_case(8, [21, 3], 2)
     layer = policy.layer(dataclasses.replace(case.spec, prompt_len=60))
     lengths = to_jax([21, 3], jnp.int32)
-    state = jax.jit(lambda q, k, v: layer.prefill(Prompt.of(layer.spec.rope, q, k, v, lengths, lengths), {})[0])(
+    state = jax.jit(lambda q, k, v: layer.prefill(PromptKV.of(layer.spec.rope, q, k, v, lengths, lengths), {})[0])(
         *(np.zeros((2, 60, *x.shape[2:]), np.float32) for x in (case.q, case.k, case.v))
     )
-    slots = jax.device_get(jax.jit(lambda state: as_cache(layer, state))(state))
+    slots = jax.device_get(jax.jit(lambda state: layer.view(state))(state))
     assert slots.pos.shape == (2, 2, 96)
     assert (slots.pos[slots.weight == 0] == -1).all()
 
@@ -328,11 +327,11 @@ def test_blocks_are_packed_as_token_by_token(options, size):
 
         def append(state, given):
             token, there = given
-            return in_rows(there, layer.append(state, token), state), None
+            return where_rows(there, layer.append(state, token), state), None
 
         return jax.lax.scan(append, state, (tokens.by_token(), tokens.mask.T))[0]
 
-    held = jax.jit(lambda state: as_cache(layer, state))
+    held = jax.jit(lambda state: layer.view(state))
     same, pos = jax.jit(layer.init)(), np.zeros(200, np.int32)
     want = same
     while (left := lengths.astype(np.int32) - pos).max() > 0:
@@ -358,5 +357,5 @@ def test_blocks_are_packed_as_token_by_token(options, size):
 
 def test_what_is_packed_is_not_chosen_from_again():
     spec = make_case(0, [50], 4).spec
-    assert quantized(SnapKV(budget=20, window=4)).layer(spec).traits.reading == "whole"
-    assert quantized(SnapKV(budget=500, window=4)).layer(spec).traits.reading == "blocks"
+    assert quantized(SnapKV(budget=20, window=4)).layer(spec).reads == "whole"
+    assert quantized(SnapKV(budget=500, window=4)).layer(spec).reads == "blocks"

@@ -127,7 +127,7 @@ def test_the_budget_is_the_policys():
         == recompress(SnapKV(), 8, budget=64)
         == get_policy("recompress(snapkv:64; every=8)")
     )
-    assert get_policy("recompress(snapkv:64; 32; every=8)").policy == SnapKV(budget=32)
+    assert get_policy("recompress(snapkv:64; every=8; budget=32)").policy == SnapKV(budget=32)
     assert str(recompress(SnapKV(budget=64), 8)) == "recompress(snapkv:budget=64; every=8)"
     assert get_policy("recompress(snapkv; every=8)", budget=48) == recompress(SnapKV(budget=48), 8)
     for policy in (SnapKV(budget=64, window=8), KNorm(budget=64)):  # which has no window
@@ -188,6 +188,6 @@ def test_what_it_does_not_take(make, says):
 
 def test_a_prompt_that_is_kept_is_not_read_in_blocks():
     spec = make_case(0, [60], 6).spec
-    assert recompress(SnapKV(), prompt="keep").layer(spec).traits.reading == "whole"
-    assert recompress(PyramidKV()).layer(spec).traits.reading == "blocks"
-    assert offloaded(recompress(PyramidKV())).layer(spec).traits.compression == "when_full"
+    assert recompress(SnapKV(), prompt="keep").layer(spec).reads == "whole"
+    assert recompress(PyramidKV()).layer(spec).reads == "blocks"
+    assert offloaded(recompress(PyramidKV())).layer(spec).when == "when_full"

@@ -11,22 +11,26 @@ import pytest
 import kvjax
 from kvjax.cache import layer_specs
 from kvjax.policies import (
+    H2O,
     TOVA,
+    CacheLayer,
     ChunkKV,
     Full,
     KNorm,
-    Layer,
     Policy,
     PolicyError,
     PolicyInfo,
     SnapKV,
     StreamingLLM,
     TreeKV,
+    by_head,
     by_layer,
+    critical,
     get_policy,
     offloaded,
     policies,
     prompt_only,
+    pyramid,
     quantized,
     recompress,
     register,
@@ -90,12 +94,22 @@ def test_a_budget_is_taken_by_policies_that_have_none(policy):
         get_policy(policy, budget=-3)
 
 
-def test_a_budget_of_parts_is_not_ignored():
-    """It bears on the parts, which have it already, so one for the whole is refused."""
-    for policy in (by_layer([Full(), TreeKV()]), quantized(ChunkKV()), offloaded(StreamingLLM())):
-        assert policy.info.takes_budget
-        with pytest.raises(PolicyError, match="has no hyperparameter 'budget'"):
-            get_policy(policy, budget=64)
+def test_a_budget_goes_to_the_parts_that_take_one():
+    heads = [["a", "b"]] * 2
+    for policy, expected in (
+        (by_layer([Full(), TreeKV()]), by_layer([Full(), TreeKV(budget=64)])),
+        (by_head({"a": Full(), "b": H2O()}, heads), by_head({"a": Full(), "b": H2O(budget=64)}, heads)),
+        (quantized(ChunkKV()), quantized(ChunkKV(budget=64))),
+        (offloaded(StreamingLLM()), offloaded(StreamingLLM(budget=64))),
+        (critical(SnapKV()), critical(SnapKV(budget=64))),
+        (pyramid(recompress(SnapKV(), 8)), pyramid(recompress(SnapKV(budget=64), 8))),
+        (prompt_only(by_layer([TOVA(), TOVA()])), prompt_only(by_layer([TOVA(budget=64)] * 2))),
+        (quantized(Full()), quantized(Full())),
+    ):
+        assert get_policy(policy, budget=64) == get_policy(str(policy), budget=64) == expected
+    assert get_policy("quantized(snapkv; bits=4; budget=64)") == quantized(SnapKV(budget=64), bits=4)
+    with pytest.raises(PolicyError, match=r"budget=-3"):
+        get_policy(by_layer([Full(), TreeKV()]), budget=-3)
 
 
 def test_which_policies_have_a_budget():
@@ -165,7 +179,7 @@ class Careless(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class CarelessLayer(Layer[Careless]):
+class CarelessLayer(CacheLayer[Careless]):
     @property
     def max_kept(self) -> Any:
         return self.policy.budget

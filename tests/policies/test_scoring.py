@@ -1,6 +1,7 @@
 """Policies that score tokens, against their definitions; and the parts they share."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from policies import oracle_scoring as oracle
 from policies.driver import ROPE, Case, kept, make_case, rotate, run
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.pallas_kernels import attention_mass
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.budget import budget_tokens
@@ -110,7 +111,7 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
         for x in (case.q, case.k)
     )
     lengths = jnp.asarray(lengths, jnp.int32)
-    prompt = Prompt.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
+    prompt = PromptKV.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
     got = attention_mass(prompt.q_rotated, prompt.k_rotated, lengths, scale=8**-0.5, sliding_window=sliding_window)
     pos = np.arange(150)
     distance = pos[:, None] - pos
@@ -252,3 +253,75 @@ def test_a_repeated_token_is_kept_where_it_came_first(policy):
     same = Case(0 * q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), case.lengths, STEPS)
     for state in run(policy, same)[2][:1]:
         assert kept(policy, same, state) == [[set(range(8))] * 2] * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class H2OInRounds(H2O):
+    every: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class KNormInRounds(KNorm):
+    every: int = 4
+
+
+@pytest.mark.parametrize("budget", [12, 0.4])
+def test_a_policy_with_a_field_every_evicts_in_rounds(budget):
+    """A head is cut to its budget by the `every`-th token beyond it, in the prompt and after, and not before."""
+    case = make_case(5, [30, 3, 13, 16], steps=11)
+    policy = KNormInRounds(budget=budget, dense_layers=0)
+    _, _, states = run(policy, case)
+    for row, length in enumerate(case.lengths):
+        slots = budget_tokens(budget, int(length) + case.spec.new_tokens, 1)
+        for head in range(case.k.shape[2]):
+            norms = np.linalg.norm(case.k[row, :, head], axis=-1)
+            held = list(range(length))
+            for i, state in enumerate(states):
+                held += [length + i - 1] if i else []
+                if len(held) >= slots + policy.every:
+                    held = sorted(sorted(held, key=lambda at: norms[at])[:slots])
+                assert kept(policy, case, state)[row][head] == set(held), (row, head, i)
+
+
+def test_rounds_of_one_token_are_eviction_with_every_token():
+    case = make_case(6, [30, 3, 13, 16], steps=9)
+    for one, other in zip(run(H2OInRounds(budget=12, every=1), case)[2], run(H2O(budget=12), case)[2], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_heavy_hitters_in_rounds_are_the_most_attended_since_they_came():
+    """Right after a round, what goes scores no more than what stays, but for the latest tokens."""
+    case = make_case(7, [30, 20], steps=12)
+    policy = H2OInRounds(budget=12, recent=4)
+    _, _, states = run(policy, case)
+    rounds = 0
+    for before, after in itertools.pairwise(states):
+        for row, head in np.ndindex(2, 2):
+            had, has = kept(policy, case, before)[row][head], kept(policy, case, after)[row][head]
+            if len(has) >= len(had):
+                continue
+            rounds += 1
+            assert len(has) == 12
+            newest = int(after.cache.seen[row])
+            assert set(range(newest - 4, newest)) <= has
+            pairs = zip(after.cache.pos[row, head].tolist(), after.score[row, head].tolist(), strict=True)
+            scores = dict(zip(before.cache.pos[row, head].tolist(), before.score[row, head].tolist(), strict=True))
+            stays = {at: score for at, score in pairs if at in had and at < newest - 4}
+            # The last query adds at most 1 to a score, and scores only grow.
+            assert max(scores[at] for at in had - has) <= min(stays.values()) + 1e-6
+            assert all(stays[at] >= scores[at] for at in stays)
+    assert rounds
+
+
+def test_scores_that_follow_queries_have_blocks_read_token_by_token():
+    class Sums(KNorm):
+        def update_score(self, spec, score, probs, held):
+            return score + probs
+
+    class WithBlocks(Sums):
+        def block_scores(self, spec, prompt, score):
+            return score
+
+    spec = make_case(8, [12], steps=1).spec
+    reads = [cls(budget=8, dense_layers=0).layer(spec).reads for cls in (KNorm, Sums, WithBlocks)]
+    assert reads == ["blocks", "tokens", "blocks"]

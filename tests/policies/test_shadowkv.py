@@ -33,7 +33,7 @@ def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts with nothing to select and such with much: what is exact, selections, outputs at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
     policy, case = ShadowKV(**options), inputs(heads, kv_heads)
-    assert policy.layer(case.spec).traits.sparse
+    assert policy.layer(case.spec).attention == "sparse"
     _, outputs, states = run(policy, case)
     spec, group = case.spec, heads // kv_heads
     select = jax.jit(lambda state, q, pos: policy.layer(spec).select(state, spec.rope.rotate(q, pos[:, None])))
@@ -127,7 +127,7 @@ def test_adaptive_heads_of_catekv(tiny):
 def test_a_prompt_without_room_is_kept_whole():
     case = make_case(4, [60, 3], 4)
     policy = ShadowKV()
-    assert not policy.layer(case.spec).traits.sparse
+    assert policy.layer(case.spec).attention != "sparse"
     np.testing.assert_array_equal(run(policy, case)[1], run(Full(), case)[1])
 
 

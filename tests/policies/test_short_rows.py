@@ -10,7 +10,6 @@ from policies.driver import TINY, Cut, compiled, make_case, mean_queries, run, t
 import kvjax
 from kvjax.policies import Policy, PolicyError, get_policy, policies
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
 
 LENGTHS = [120, 1, 2, 3, 5, 8, 40]
 NEW = 8
@@ -40,6 +39,8 @@ def made(name: str, budget: int | float) -> Policy:
         options["profile"] = (labels,) * 2
     if name == "triattention":
         options["profile"] = Cut(**vars(mean_queries(TINY)))
+        if isinstance(budget, int):  # which the window as published would not fit
+            options["window"] = 16
     return get_policy(name, **{key: value for key, value in options.items() if key in fields}).bind(TINY)
 
 
@@ -50,7 +51,7 @@ def kept(policy: Policy, case) -> list[list[list[int]]]:
     arrays = (
         np.pad(x, ((0, 0), (0, max(size - x.shape[1], 0)), (0, 0), (0, 0)))[:, :size] for x in (case.q, case.k, case.v)
     )
-    slots = as_cache(policy.layer(case.spec), prefill(*arrays, case.lengths))
+    slots = policy.layer(case.spec).view(prefill(*arrays, case.lengths))
     return [
         [sorted(pos[weight > 0].tolist()) for pos, weight in zip(*row, strict=True)]
         for row in zip(np.asarray(slots.pos), np.asarray(slots.weight), strict=True)

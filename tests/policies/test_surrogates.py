@@ -7,7 +7,6 @@ import math
 import pickle
 import struct
 import zipfile
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +20,13 @@ from policies.slots import kept
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax import torch_files
-from kvjax.cache import Prompt
+from kvjax._util import torch_files
+from kvjax.cache import PromptKV
 from kvjax.models import transformer
 from kvjax.pallas_kernels import prefill_attention
-from kvjax.policies import FastKVzip, KVzap, PolicyError, Surrogate, by_head, get_policy
+from kvjax.policies import FastKVzip, KVzap, PolicyError, Surrogate, by_head, get_policy, prefill_alone
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.capabilities import as_cache
-from kvjax.policies.capabilities import prefill as prefill_alone
-from kvjax.policies.surroundings import Surroundings
 
 # The cases worked out by hand.
 
@@ -124,9 +121,9 @@ def run_with_inputs(policy, case, x):
     @jax.jit
     def prefill(q, k, v, x):
         lengths = jnp.asarray(case.lengths)
-        prompt = Prompt.of(case.spec.rope, q, k, v, lengths, lengths + STEPS)
-        around = Surroundings(lambda: x, lambda: jnp.zeros((case.spec.num_heads, case.spec.head_dim, 1)))
-        return prefill_alone(layer, prompt, around.told({}))[0]
+        prompt = PromptKV.of(case.spec.rope, q, k, v, lengths, lengths + STEPS)
+        around = AttentionContext(lambda: x, lambda: jnp.zeros((case.spec.num_heads, case.spec.head_dim, 1)))
+        return prefill_alone(layer, prompt, around.with_context({}))[0]
 
     return prefill(*(padded(array) for array in (case.q, case.k, case.v, x)))
 
@@ -153,7 +150,7 @@ def made_of(params, tokens):
     def attend(i, q, k, v):
         made.append((q, k, v))
         size = jnp.full(1, length, jnp.int32)
-        prompt = Prompt.of(params.config.rope.resolve(length), q, k, v, size, size)
+        prompt = PromptKV.of(params.config.rope.resolve(length), q, k, v, size, size)
         return prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=params.config.head_dim**-0.5)
 
     transformer.hidden(params, tokens, attend)
@@ -178,7 +175,7 @@ def test_a_model_brings_what_attention_reads(kind, tiny):
         engine = kvjax.Engine(tiny, chosen, batch=3, prompt_len=48, max_new_tokens=4)
         state, _ = engine.prefill(prompts)
         layers = zip(engine.layers, state.caches, strict=True)
-        held = [jax.device_get(jax.jit(partial(as_cache, layer))(cached)) for layer, cached in layers]
+        held = [jax.device_get(jax.jit(layer.view)(cached)) for layer, cached in layers]
         for (row, layer), want in expected.items():
             slots = held[layer]
             assert [set(p[m].tolist()) for p, m in zip(slots.pos[row], slots.weight[row] > 0, strict=True)] == want
@@ -276,7 +273,7 @@ def test_nothing_in_a_file_is_run(tmp_path):
 def test_files_that_torch_did_not_save(tmp_path, content):
     file = tmp_path / "gates.pt"
     file.write_bytes(content)
-    with pytest.raises(PolicyError, match=r"gates.pt is no file of torch.save that can be read"):
+    with pytest.raises(PolicyError, match=r"gates.pt is not a readable file of torch.save"):
         FastKVzip(weights=str(file)).bind(TINY)
 
 
@@ -361,14 +358,16 @@ def test_a_small_file_does_not_become_a_large_one(tmp_path, monkeypatch):
     listed, zeros = tensors_of(b"FloatStorage", 1 << 20, 1), bytes(1 << 22)
     file = saved(tmp_path / "t.pt", listed, zipfile.ZIP_DEFLATED, _0=zeros)
     assert file.stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"t.pt is no file of torch.save .* unpacks to \d+ bytes; at most 1048576"):
+    with pytest.raises(
+        ValueError, match=r"t.pt is not a readable file of torch.save .* unpacks to \d+ bytes; at most 1048576"
+    ):
         torch_files.read(file)
     content = file.read_bytes().replace(struct.pack("<I", len(zeros)), struct.pack("<I", 1000))
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"no file of torch.save that can be read"):
+    with pytest.raises(ValueError, match=r"not a readable file of torch.save"):
         torch_files.read(file)
     for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
-        with pytest.raises(ValueError, match="compressed in another way than deflated"):
+        with pytest.raises(ValueError, match="compressed, but not with deflate"):
             torch_files.read(saved(file, listed, method, _0=bytes(1000)))
     (tmp_path / "large").write_bytes(bytes(2_000_000))
     with pytest.raises(ValueError, match="it has 2000000 bytes; at most 1048576 are read"):
@@ -395,7 +394,7 @@ def test_lists_and_archives_are_bounded(tmp_path, monkeypatch):
     saved(file, b"]0.", **{f"_{i}": b"" for i in range(5)})
     with pytest.raises(ValueError, match="its archive has more than 5 entries"):
         torch_files.read(file)
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         torch_files.read(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Policies written as text."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
@@ -51,7 +52,9 @@ WRITTEN = {
     "prompt_only(tova:64)": prompt_only(TOVA(budget=64)),
     "critical(snapkv:64; share=0.25)": critical(SnapKV(budget=64), share=0.25),
     "recompress(snapkv:64; every=8)": recompress(SnapKV(budget=64), every=8),
-    "recompress(h2o:observers=last; 64; prompt=keep)": recompress(H2O(budget=64, observers="last"), prompt="keep"),
+    "recompress(h2o:observers=last,budget=64; prompt=keep)": recompress(
+        H2O(budget=64, observers="last"), prompt="keep"
+    ),
     "thresholded(knorm:256; threshold=-12; window=8)": thresholded(KNorm(budget=256), -12, window=8),
     "by_layer(full; treekv:64,sinks=2)": by_layer([Full(), TreeKV(budget=64, sinks=2)]),
     "catekv:eta=1.0,adaptive=(quest:64)": CateKV(adaptive=Quest(budget=64)),
@@ -151,7 +154,7 @@ POLICIES = {
     "kivi": (KIVI, {"bits": "[248]"}),
 }
 TRANSFORMS = {
-    "quantized": (Quantized, {"bits": "[248]"}),
+    "quantized": (Quantized, {"bits": "[248]", "budget": f"{NUMBER}|{SHARE}"}),
     "prompt_only": (PromptOnly, {"budget": f"{NUMBER}|{SHARE}"}),
 }
 
@@ -166,8 +169,12 @@ def read(text: str) -> Policy | None:
             layers = [read(part) for part in parts]
             return None if None in layers else by_layer(layers)
         cls, fields = TRANSFORMS[name]
-        inner, options = read(parts[0]), settings(fields, parts[1:])
-        return None if inner is None or options is None else made(cls, policy=inner, **options)
+        inner, options = read(parts[0]), settings(fields, parts[1:], bare=False)
+        if inner is None or options is None:
+            return None
+        if (budget := options.pop("budget", None)) is not None:
+            inner = made(inner.with_budget, budget=budget)
+        return None if inner is None else made(cls, policy=inner, **options)
     name, colon, rest = text.partition(":")
     plain = re.sub("[ -]", "", name)
     if not re.fullmatch("[a-z]+", plain) or plain not in POLICIES:
@@ -177,12 +184,12 @@ def read(text: str) -> Policy | None:
     return None if options is None else made(cls, **options)
 
 
-def settings(fields: dict[str, str], parts: list[str]) -> dict[str, int | float] | None:
-    """The settings that are written in parts, or None if one is wrong, or there twice."""
+def settings(fields: dict[str, str], parts: list[str], bare: bool = True) -> dict[str, int | float] | None:
+    """The settings that are written in parts, or None if one is wrong, or there twice. The first may be a budget without its name if `bare`."""
     found = {}
     for i, part in enumerate(parts):
         name, value = re.fullmatch(
-            r"(?: *([a-z]+) *= *)?(.*?) *", "budget=" + part.lstrip() if not i and "=" not in part else part
+            r"(?: *([a-z]+) *= *)?(.*?) *", "budget=" + part.lstrip() if bare and not i and "=" not in part else part
         ).groups()
         if name not in fields or name in found or not re.fullmatch(fields[name], value):
             return None
@@ -199,9 +206,9 @@ def outside(text: str, at: str) -> list[str]:
     return parts
 
 
-def made(cls: type[Policy], **options: object) -> Policy | None:
+def made(make: Callable[..., Policy], **options: object) -> Policy | None:
     try:
-        return cls(**options)
+        return make(**options)
     except PolicyError:
         return None
 
@@ -238,7 +245,7 @@ def damaged(draw):
 @given(damaged())
 @example("by_layer(full);by_layer(full)")
 @example("by_layer(full);(full)")
-@example("prompt_only(treekv:8; 16)")
+@example("prompt_only(treekv:8; budget=16)")
 @example("quantized(full; )")
 @example("treekv: 64 , sinks = 2 ")
 def test_a_text_is_read_as_the_grammar_says_or_refused(text):

@@ -11,7 +11,7 @@ from policies import oracle_thresholded as oracle
 from policies.driver import ROPE, TINY, as_if_alone, make_case, run
 from policies.slots import after_prompt, kept
 
-from kvjax.cache import Prompt, Token
+from kvjax.cache import PromptKV, Token, empty
 from kvjax.policies import (
     TOVA,
     Full,
@@ -125,7 +125,7 @@ def test_who_says_that_scores_stand_alone_has_such_scores(name):
     case = make_case(1, [40, 40], 4)
     spec, whole = case.spec, np.full(2, 40, np.int32)
     q, k, v = (x[:, :40] for x in (case.q, case.k, case.v))
-    of_prompt = jax.jit(lambda *args: policy.scores(spec, Prompt.of(ROPE, *args)))
+    of_prompt = jax.jit(lambda *args: policy.scores(spec, PromptKV.of(ROPE, *args)))
     of_token = jax.jit(lambda *args: policy.initial_score(spec, Token(*args, ROPE)))
     scores = np.asarray(of_prompt(q, k, v, whole, whole))
     half = of_prompt(q[:, :20], k[:, :20], v[:, :20], whole // 2, whole)
@@ -134,7 +134,7 @@ def test_who_says_that_scores_stand_alone_has_such_scores(name):
         one = of_token(q[:, i], k[:, i], v[:, i], np.full(2, i, np.int32))
         np.testing.assert_array_equal(one, scores[..., i])
     scores = to_jax(scores)
-    assert policy.update_score(spec, scores, scores) is scores
+    assert policy.update_score(spec, scores, scores, empty(spec, 8)) is scores
 
 
 def test_memory_is_the_budgets():

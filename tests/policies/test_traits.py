@@ -1,8 +1,7 @@
-"""What layers declare of themselves is true of every policy: nothing else looks at what a method is made of."""
+"""The values that layers declare agree with their functions, for every policy."""
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,9 +9,11 @@ import pytest
 from policies.driver import TINY, Case, compiled, compositions, each, every_policy, make_case, offloads
 
 from kvjax.cache import LayerCache
-from kvjax.policies import TOVA, Full, KVzip, Layer, StreamingLLM, by_layer, offloaded, prompt_only, quantized
-from kvjax.policies.capabilities import needs_compression
+from kvjax.policies import TOVA, CacheLayer, Full, KVzip, StreamingLLM, by_layer, offloaded, prompt_only, quantized
+from kvjax.policies.cam import CaMLayer
 from kvjax.policies.families.dense import DenseLayer
+from kvjax.policies.families.scoring import ScoreEvictionLayer
+from kvjax.policies.families.sparse import SparseLayer
 
 POLICIES = [
     *every_policy(budget=16),
@@ -25,20 +26,13 @@ POLICIES = [
     KVzip(budget=16, scope="head"),
 ]
 
-METHODS = {
-    "looks_ahead": "look_ahead",
-    "has_own_store": "as_cache",
-    "sparse": "select",
-}
-"""Traits, and what a layer that has them can do."""
-
 
 def case() -> Case:
     """As in the invariants."""
     return make_case(22, [50, 3, 16, 17], steps=12)
 
 
-def layers(policy: Any) -> list[Layer[Any]]:
+def layers(policy: Any) -> list[CacheLayer[Any]]:
     """A policy's layer, and those that it is made of."""
     layer = policy.layer(case().spec)
     return [layer, *(part.layer for part in getattr(layer, "parts", ()))]
@@ -49,29 +43,27 @@ def is_cache(x: Any) -> bool:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)
-def test_capabilities_are_declared(policy):
+def test_what_is_declared_is_what_the_functions_do(policy):
     for layer in layers(policy):
-        for trait, method in METHODS.items():
-            assert not getattr(layer.traits, trait) or callable(getattr(layer, method)), (trait, layer)
-        assert layer.traits.reading != "blocks" or callable(layer.read_block)
-        assert (layer.traits.compression == "when_full") <= hasattr(layer, "needs_compression")
-        assert (layer.traits.reading == "blocks") <= hasattr(layer, "read_block")
-        assert not layer.traits.dense or layer.max_kept == layer.spec.max_tokens
-        assert isinstance(layer, DenseLayer) <= layer.traits.dense
-        own = type(layer).append, type(layer).attend
-        assert layer.traits.plain == (own == (Layer.append, Layer.attend)), layer
+        cls = type(layer)
+        assert (layer.when == "when_full") <= (cls.is_due is not CacheLayer.is_due)
+        assert (layer.reads == "blocks") <= (cls.read_block is not CacheLayer.read_block)
+        assert (layer.reads == "tokens") <= (cls in (CaMLayer, ScoreEvictionLayer)), "which read blocks token by token"
+        assert (layer.attention == "sparse") <= isinstance(layer, SparseLayer)
+        assert (layer.attention == "dense") <= (layer.max_kept == layer.spec.max_tokens)
+        assert isinstance(layer, DenseLayer) <= (layer.attention == "dense")
 
 
 @each(POLICIES)
 def test_who_never_compresses_leaves_the_state_alone(policy):
     for layer in layers(policy):
         state = jax.eval_shape(layer.init)
-        if layer.traits.compression == "never":
+        if layer.when == "never":
             after = layer.compress(state)
             same = [x is y for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)]
             assert all(same), layer
-        if layer.traits.compression == "when_full":
-            told = jax.eval_shape(partial(needs_compression, layer), state)
+        if layer.when == "when_full":
+            told = jax.eval_shape(layer.is_due, state)
             assert told.shape == (layer.spec.batch,)
             assert told.dtype == bool
 
@@ -88,13 +80,13 @@ def test_who_compresses_by_keys_and_values_says_so(policy):
         jaxpr = jax.make_jaxpr(layer.compress)(state).jaxpr
         theirs = {id(var) for var, mine in zip(jaxpr.invars, jax.tree.leaves(kv), strict=True) if mine}
         used = any(id(var) in theirs for equation in jaxpr.eqns for var in equation.invars)
-        assert used <= layer.traits.compress_reads_kv, layer
+        assert used <= layer.compress_reads_kv, layer
 
 
 def test_a_state_without_a_store_of_its_own_is_a_cache_or_has_one():
     for policy in POLICIES:
         layer = policy.layer(case().spec)
-        assert layer.traits.has_own_store or is_cache(jax.eval_shape(layer.init).cache)
+        assert layer.has_own_store or is_cache(jax.eval_shape(layer.init).cache)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)

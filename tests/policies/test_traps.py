@@ -101,7 +101,7 @@ ALL_OF_THEM = [
 def test_a_sliding_window_ends_the_view(policy):
     """A query sees its own token and the nine before, whatever the policy keeps besides."""
     case = Windowed(**vars(make_case(45, LENGTHS, 4)))
-    assert policy not in ALL_OF_THEM or policy.layer(case.spec).traits.sparse
+    assert policy not in ALL_OF_THEM or policy.layer(case.spec).attention == "sparse"
     _, outputs, _ = run(policy, case)
     for row, length in enumerate(LENGTHS):
         pos = length + 3

@@ -10,7 +10,7 @@ from policies import oracle_triattention as oracle
 from policies.driver import ROPE, TINY, make_case, mean_queries, rotate, run
 from policies.test_recompress import equals
 
-from kvjax.models.rope import Rope, RopeConfig
+from kvjax.config import Rope, RopeConfig
 from kvjax.policies import MeanQueries, PolicyError, TriAttention
 from kvjax.policies.families.trigonometry import frequencies, pairs
 from kvjax.policies.profile import load, pack

@@ -12,10 +12,9 @@ from policies.oracle_turboquant import ERRORS, LEVELS, TurboHead, back, hadamard
 from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
-from kvjax.cache import TokenBlock, codebook, in_rows, layer_specs
-from kvjax.models.presets import PRESETS
+from kvjax.cache import TokenBlock, codebook, layer_specs, where_rows
+from kvjax.config import PRESETS
 from kvjax.policies import Full, PolicyError, Quantized, SnapKV, TurboQuant, get_policy, quantized
-from kvjax.policies.capabilities import as_cache, read_block
 
 # Cases worked out by hand.
 
@@ -138,7 +137,7 @@ def test_blocks_are_coded_as_token_by_token(values):
 
     @jax.jit
     def read(state, pos, count):
-        return read_block(layer, state, block_at(pos, count, size), {})[:2]
+        return layer.read_block(state, block_at(pos, count, size), {})[:2]
 
     @jax.jit
     def one_by_one(state, pos, count):
@@ -147,11 +146,11 @@ def test_blocks_are_coded_as_token_by_token(values):
         def step(state, given):
             token, there = given
             new = layer.append(state, token)
-            return in_rows(there, new, state), layer.attend(new, token, {})[0]
+            return where_rows(there, new, state), layer.attend(new, token, {})[0]
 
         return jax.lax.scan(step, state, (tokens.by_token(), tokens.mask.T))
 
-    held = jax.jit(lambda state: as_cache(layer, state))
+    held = jax.jit(lambda state: layer.view(state))
     same, pos = jax.jit(layer.init)(), np.zeros(len(lengths), np.int32)
     want = same
     while (left := lengths.astype(np.int32) - pos).max() > 0:
@@ -185,7 +184,7 @@ def test_bytes_are_those_of_codes(options, bytes_):
 def test_the_first_and_last_layers_are_exact():
     config = dataclasses.replace(TINY, num_layers=6, windows=())
     bound = TurboQuant().bind(config)
-    exact = [bound.layer(spec).traits.plain for spec in layer_specs(config, 1, 64, 8, jnp.float32)]
+    exact = [bound.layer(spec).is_plain for spec in layer_specs(config, 1, 64, 8, jnp.float32)]
     assert exact == [True, True, False, False, True, True]
 
 

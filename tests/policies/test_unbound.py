@@ -8,7 +8,7 @@ from policies.driver import TINY, compositions, every_policy, mean_queries, offl
 
 from kvjax.cache import layer_specs
 from kvjax.policies import Policy, PolicyError, get_policy, policies
-from kvjax.policies.capabilities import check_reads_blocks
+from kvjax.policies.base import check_reads_blocks
 from kvjax.policies.unbound import check_unbound
 
 MODEL = dataclasses.replace(TINY, num_layers=8, windows=())

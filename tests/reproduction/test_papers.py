@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import report
+from kvjax.config import PRESETS
 from kvjax.evals import Perplexity
-from kvjax.models.presets import PRESETS
 from kvjax.policies import get_policy
 from reproduction import papers
 from reproduction.analyses.continuation import Continuation

@@ -1,7 +1,7 @@
 """LongBench (Bai et al. 2023, "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding"): 21 tasks.
 
-Prompts and answer lengths in `tasks.json` are LongBench's own (MIT licence, Copyright 2023 THU-KEG & Zhipu AI); the data are
-its jsonl files, which the user supplies.
+Prompts and answer lengths in `tasks.json` are LongBench's (MIT licence, Copyright 2023 THU-KEG & Zhipu AI). The user supplies the data,
+LongBench's jsonl files.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from kvjax import json_lines
+from kvjax._util import json_lines
+from kvjax._util.json_lines import Listed
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import Listed
 
 from . import metrics as metrics
 
 
 @cache
 def tasks() -> dict[str, dict[str, Any]]:
-    """The 21 tasks by name: `prompt`, `max_new_tokens`, `metric`, whether only an answer's `first_line` counts (few-shot tasks),
-    and whether chat models get it in their `chat` template.
+    """The 21 tasks by name: `prompt`, `max_new_tokens`, `metric`, whether only the `first_line` of an answer counts (few-shot tasks),
+    and whether chat models use their `chat` template.
     """
     return json.loads(resources.files(__name__).joinpath("tasks.json").read_text(encoding="utf-8"))
 
@@ -36,9 +36,9 @@ class LongBench:
     Attributes:
         task: its name, a key of `tasks()`.
         file: its data, one JSON object per line.
-        max_length: tokens of a prompt; of a longer one the middle is left out. LongBench takes 500 to 1500 less than a model's
-            window: 3500 for 4k, 31500 for 32k.
-        samples: how many of the file's rows, from its beginning; None takes all.
+        max_length: maximum number of tokens of a prompt; the middle of a longer prompt is removed. LongBench uses 500 to 1500 less than
+            a model's window: 3500 for 4k, 31500 for 32k.
+        samples: number of rows, from the start of the file; None for all.
     """
 
     task: str
@@ -70,10 +70,10 @@ class LongBench:
         return f"longbench-{self.task}"
 
     def examples(self, form: Format) -> Sequence[Example]:
-        """The rows of the file; what the prompt has after the context is the question.
+        """The rows of the file. The part of the prompt after the context is the question.
 
         Raises:
-            ValueError: a line of the file is not of LongBench's form.
+            ValueError: a line of the file is not in LongBench's format.
         """
         task, found = tasks()[self.task], []
         before, after = task["prompt"].split("{context}")
@@ -95,7 +95,7 @@ class LongBench:
         return found
 
     def score(self, answer: str, example: Example) -> float:
-        """The best over all references."""
+        """The best score over all references."""
         task = tasks()[self.task]
         if task["first_line"]:
             answer = answer.lstrip("\n").split("\n")[0]
@@ -115,7 +115,7 @@ class _Row(BaseModel):
 
 
 def truncated(form: Format, context: str, question: str, max_length: int) -> tuple[str, str]:
-    """Context and question, less the middle of both together where they are longer than `max_length` tokens."""
+    """Context and question, without their middle if together they have more than `max_length` tokens."""
     tokens = form.tokenizer.encode(context + question)
     if len(tokens) <= max_length:
         return context, question
@@ -123,4 +123,4 @@ def truncated(form: Format, context: str, question: str, max_length: int) -> tup
     start, end = form.tokenizer.decode(tokens[:half]), form.tokenizer.decode(tokens[-half:])
     if end.endswith(question):
         return start + end.removesuffix(question), question
-    return start, end  # so long a question that it is cut itself
+    return start, end  # the question is so long that it is truncated itself

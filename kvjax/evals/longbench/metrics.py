@@ -1,7 +1,7 @@
 """LongBench's metrics (Bai et al. 2023, Table 1), as its published scorer computes them: from 0 to 1, one reference at a time.
 
-ROUGE-L is the `rouge` package's, Chinese words are jieba's, and edit similarity is fuzzywuzzy's in pure Python (that of difflib,
-rounded to whole percents): what LongBench asks to be installed. With python-Levenshtein at hand fuzzywuzzy gives other values.
+As in LongBench, ROUGE-L comes from the `rouge` package and Chinese words from jieba. Edit similarity is fuzzywuzzy's in pure Python:
+difflib's, rounded to whole percents. With python-Levenshtein installed, fuzzywuzzy gives other values.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 _CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 
@@ -47,24 +47,24 @@ def f1_zh(answer: str, reference: str) -> float:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """F of ROUGE-L over all sentences; 0 where the answer has no words."""
+    """F of ROUGE-L over all sentences; 0 if the answer has no words."""
     try:
         scores: Any = _rouge().get_scores([answer], [reference], avg=True)
     except (ValueError, RecursionError):
-        # No words; or a sentence too long for the package, for which LongBench's scorer gives nothing either.
+        # No words, or a sentence too long for the package. LongBench's scorer gives 0, too.
         return 0.0
     return float(scores["rouge-l"]["f"])
 
 
 def rouge_l_zh(answer: str, reference: str) -> float:
-    """The same of Chinese words."""
+    """`rouge_l` of Chinese words."""
     return rouge_l(*(" ".join(_jieba().cut(text, cut_all=False)) for text in (answer, reference)))
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
     """1 over the number of classes that the answer names, if the right one is among them.
 
-    A named class that is part of the right one's name does not count; as published, the one after it is then not looked at.
+    A named class that is part of the right one's name does not count. As published, the class after it is then skipped.
     """
     named = [name for name in classes if name in answer]
     at = 0
@@ -76,23 +76,23 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 
 def retrieval(answer: str, reference: str) -> float:
-    """Share of the answer's numbers that are the right paragraph's, of a reference such as "Paragraph 7"."""
+    """Share of the answer's numbers that equal the paragraph number of a reference such as "Paragraph 7"."""
     return count(answer, _number(reference, r"Paragraph (\d+)"))
 
 
 def retrieval_zh(answer: str, reference: str) -> float:
-    """The same, of a reference such as "段落7"."""
+    """`retrieval` for a reference such as "段落7"."""
     return count(answer, _number(reference, r"段落(\d+)"))
 
 
 def count(answer: str, reference: str) -> float:
-    """Share of the answer's numbers that are the right one."""
+    """Share of the answer's numbers that equal the reference."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """Likeness of the reference and the answer's first line that is neither a comment nor a code fence."""
+    """Similarity of the reference and the answer's first line that is neither a comment nor a code fence."""
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
@@ -121,5 +121,5 @@ def _rouge() -> Any:
 @cache
 def _jieba() -> Any:
     module = optional("jieba", "LongBench's scoring of Chinese")
-    module.setLogLevel("WARNING")  # it logs where it keeps its dictionary
+    module.setLogLevel("WARNING")  # it logs the path of its dictionary
     return module

@@ -1,6 +1,6 @@
 """RULER (Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?"): 13 synthetic tasks.
 
-Written from the paper's description, with its published prompts; examples are drawn anew for every seed, at any length.
+Implemented from the paper's description, with its published prompts. Examples are drawn for every seed, at any length.
 """
 
 from .base import RulerTask as RulerTask
@@ -12,7 +12,7 @@ from .qa import QuestionAnswering as QuestionAnswering
 from .tracking import VariableTracking as VariableTracking
 
 TASKS = (*_SETTINGS, "vt", "cwe", "fwe", "qa_1", "qa_2")
-"""RULER's names of its tasks."""
+"""RULER's task names."""
 
 
 def ruler(

@@ -16,10 +16,10 @@ class RulerTask:
     """Base of RULER's tasks; subclasses draw one example.
 
     Attributes:
-        length: tokens of prompt and longest answer, by the model's tokenizer; examples come as near to it from below as their
-            units (sentences, words, documents) allow.
-        samples: examples, each drawn apart (the paper has 500).
-        seed: what all draws depend on, besides the length and the example's number.
+        length: maximum number of tokens of prompt and longest answer, by the model's tokenizer. Examples have as many units (sentences, words,
+            documents) as fit.
+        samples: number of examples, drawn independently (500 in the paper).
+        seed: random seed; draws also depend on the length and the example's index.
     """
 
     kind: ClassVar[str]
@@ -53,12 +53,12 @@ class RulerTask:
         raise NotImplementedError
 
     def score(self, answer: str, example: Example) -> float:
-        """By string matching."""
+        """Share of the references in the answer."""
         return match_all(answer, example.answers)
 
 
 def distinct(draw: Callable[[random.Random], str], rng: random.Random, count: int) -> list[str]:
-    """`count` different draws."""
+    """`count` distinct draws."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw(rng)] = None

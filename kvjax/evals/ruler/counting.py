@@ -1,4 +1,4 @@
-"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): the most common words of a list, the most frequent of coded text."""
+"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): the most common words of a list, or of coded text."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from .vocabulary import all_words
 
 @dataclasses.dataclass(frozen=True)
 class CommonWords(RulerTask):
-    """A numbered list in which ten words come often and the others seldom. One solved, short list comes first.
+    """A numbered list in which ten words are frequent and the others rare, after one short, solved list.
 
-    Longer lists have more uncommon words. Once all words there are stand in the list, all come more often instead, in the same
+    Longer lists have more rare words. Once the list contains the whole vocabulary, all words are repeated more often, in the same
     proportion.
 
     Attributes:
-        common: words to find.
+        common: number of words to find.
         common_times, uncommon_times: how often those and the others come; None takes the published 30 and 3, and 6 and 1 below
             4096 tokens.
     """
@@ -33,11 +33,11 @@ class CommonWords(RulerTask):
     uncommon_times: int | None = None
 
     def check(self) -> None:
-        """Raise ImportError if there is no vocabulary."""
+        """Raise ImportError if the vocabulary is not installed."""
         all_words()
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """A list as long as fits."""
+        """A list of the maximum length that fits."""
         short = self.length < 4096
         common_times = (6 if short else 30) if self.common_times is None else self.common_times
         uncommon_times = (1 if short else 3) if self.uncommon_times is None else self.uncommon_times
@@ -70,11 +70,11 @@ class CommonWords(RulerTask):
 
 @dataclasses.dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """Random words whose counts fall as a power of their rank; asked for are the three most frequent but the first, which is "...".
+    """Random words whose counts fall as a power of their rank. The answer is ranks 2 to 4; rank 1 is "...".
 
     Attributes:
         alpha: the exponent, above 1.
-        letters: of a coded word.
+        letters: letters of a coded word.
     """
 
     kind: ClassVar[str] = "fwe"
@@ -87,7 +87,7 @@ class FrequentWords(RulerTask):
             raise ValueError(f"alpha={self.alpha}; give more than 1, or the counts have no finite sum")
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """Rank k of n words comes ⌊n k^-alpha / zeta(alpha)⌋ times."""
+        """Of n words, rank k appears ⌊n k^-alpha / zeta(alpha)⌋ times."""
         rng = random.Random(seed)
         vocabulary = ["...", *distinct(self._word, rng, max(self.length // 50, 3))]
         order, total = rng.getrandbits(64), zeta(self.alpha)
@@ -106,7 +106,7 @@ class FrequentWords(RulerTask):
                 prefix=" Answer: According to the coded text above, the three most frequently appeared words are:",
             )
 
-        # Of fewer words the fourth rank would not appear at all.
+        # With fewer words, rank 4 would not appear at all.
         return largest(build, form, self.length, min_units=math.ceil(total * 4**self.alpha))
 
     def _word(self, rng: random.Random) -> str:
@@ -114,6 +114,6 @@ class FrequentWords(RulerTask):
 
 
 def zeta(s: float) -> float:
-    """Riemann's zeta function for s > 1: its first terms, and Euler and Maclaurin's estimate of the rest."""
+    """Riemann's zeta function for s > 1: its first terms, and the Euler-Maclaurin estimate of the rest."""
     n = 1000
     return sum(k**-s for k in range(1, n)) + n ** (1 - s) / (s - 1) + n**-s / 2 + s * n ** (-s - 1) / 12

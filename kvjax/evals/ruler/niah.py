@@ -23,7 +23,7 @@ _QUESTION = "What {are} the special magic {what} for {keys} mentioned in the pro
 _PREFIX = " The special magic {what} for {keys} mentioned in the provided text {are}"
 _NEEDLE = "One of the special magic {what} for {key} is: {value}."
 _DEPTHS = 40
-"""Needles stand at this many depths, evenly spread over a text."""
+"""Number of depths for needles, evenly spaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Setting:
     """One of the eight tasks.
 
     Attributes:
-        hay: noise (one line, repeated), a text, or needles that nothing asks for.
-        key, value: what keys and values are.
-        keys, values, queries: keys hidden, values of each, and keys asked for.
+        hay: noise (one line, repeated), a text, or distracting needles.
+        key, value: types of keys and values.
+        keys, values, queries: number of keys hidden, of values per key, and of keys in the question.
     """
 
     hay: Hay
@@ -73,8 +73,8 @@ class Niah(RulerTask):
 
     Attributes:
         task: its name, a key of `SETTINGS`.
-        text: haystack of the tasks that hide needles in a text (the paper takes Paul Graham's essays); from its beginning, and
-            over again where it is too short.
+        text: haystack of the tasks that hide needles in a text (Paul Graham's essays in the paper). It is repeated if it is too
+            short.
     """
 
     task: str = "niah_single_1"
@@ -87,7 +87,7 @@ class Niah(RulerTask):
             raise ValueError(f"{self.task} hides its needles in a text; give one as text (--text FILE)")
 
     def check(self) -> None:
-        """Raise ImportError if keys or values are words, and there is no vocabulary."""
+        """Raise ImportError if keys or values are words and the vocabulary is not installed."""
         if "words" in (SETTINGS[self.task].key, SETTINGS[self.task].value):
             category("noun")
         if self.text is not None:
@@ -131,7 +131,7 @@ class Niah(RulerTask):
         return largest(build, form, self.length, min_units=1)
 
     def _hay(self, setting: Setting, count: int, seed: int) -> tuple[list[str], str]:
-        """So many units of hay, and what stands between them."""
+        """`count` units of hay, and the separator between them."""
         if setting.hay == "text":
             assert self.text is not None
             return haystack.repeated(haystack.sentences(self.text), count), " "

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, model_validator
 
-from kvjax import user_files
+from kvjax._util import user_files
+from kvjax._util.json_lines import FormError, Listed, validated
 from kvjax.evals.lengths import largest
 from kvjax.evals.task import Example, Format
-from kvjax.json_lines import FormError, Listed, validated
 
 from .base import RulerTask
 from .scoring import match_part
@@ -29,10 +29,10 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QuestionAnswering(RulerTask):
-    """Questions from a file of the user's; distracting documents are drawn, first from the same article, to fill the length.
+    """Questions from a file. Distracting documents, first from the same article, fill the length.
 
     Attributes:
-        file: `dev-v2.0.json` of SQuAD 2 or `hotpot_dev_distractor_v1.json` of HotpotQA, or files of the same form.
+        file: `dev-v2.0.json` of SQuAD 2 or `hotpot_dev_distractor_v1.json` of HotpotQA, or files in the same format.
     """
 
     kind: ClassVar[str] = "qa"
@@ -41,7 +41,7 @@ class QuestionAnswering(RulerTask):
 
     @property
     def name(self) -> str:
-        """qa_1, where the file is of SQuAD's form, or qa_2, of HotpotQA's."""
+        """qa_1 for a file in SQuAD's format, qa_2 for HotpotQA's."""
         return read(self.file)[0]
 
     def examples(self, form: Format) -> list[Example]:
@@ -77,16 +77,16 @@ class QuestionAnswering(RulerTask):
         return largest(build, form, self.length, min_units=len(asked.documents), max_units=len(ranked))
 
     def score(self, answer: str, example: Example) -> float:
-        """Right if any reference answer is in it."""
+        """1 if the answer contains any of the references, else 0."""
         return match_part(answer, example.answers)
 
 
 @cache
 def read(file: str) -> tuple[str, list[Question], list[str]]:
-    """A question file: which of RULER's two tasks it makes, its questions that have an answer, and all documents.
+    """RULER's name of the task that a file is for, its questions that have an answer, and all its documents.
 
     Raises:
-        ValueError: no file is named, or it has neither form.
+        ValueError: no file is given, or its format is neither SQuAD's nor HotpotQA's.
     """
     if not file:
         raise ValueError("RULER's QA tasks need a file of questions: SQuAD 2 or HotpotQA as JSON (--data FILE)")

@@ -1,11 +1,11 @@
-"""RULER's two scores (Hsieh et al. 2024, section 3): how many of the references an answer contains, letter case aside."""
+"""RULER's two scores (Hsieh et al. 2024, section 3): how many of the references an answer contains, ignoring case."""
 
 import re
 from collections.abc import Sequence
 
 
 def cleaned(answer: str) -> str:
-    """The answer as RULER compares it: control characters are line breaks, white space at the ends does not count."""
+    """The answer as RULER compares it: control characters become line breaks, surrounding white space is removed."""
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip()
 
 

@@ -1,4 +1,4 @@
-"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): which variables a chain of assignments gives one value."""
+"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): all variables that a chain of assignments gives the same value."""
 
 import dataclasses
 import itertools
@@ -19,16 +19,16 @@ _PREFIX = (  # "assgined" as published
     " {value}, they are: "
 )
 _SHOWN_NOISE = 10
-"""Lines of noise in the example that is shown first."""
+"""Lines of noise in the solved example."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """Chains X1 = V, X2 = X1, … in noise; asked for are all variables of the first. One solved example comes first.
+    """Chains X1 = V, X2 = X1, … in noise, after one solved example. The answer is all variables of the first chain.
 
     Attributes:
-        chains: chains hidden.
-        hops: assignments that follow a chain's first.
+        chains: number of chains.
+        hops: assignments of a chain after its first.
     """
 
     kind: ClassVar[str] = "vt"
@@ -37,7 +37,7 @@ class VariableTracking(RulerTask):
     hops: int = 4
 
     def example(self, form: Format, index: int, seed: int) -> Example:
-        """One solved example of three-letter variables, then the one to solve, of five letters, in as much noise as fits."""
+        """A solved example with variables of three letters, then the problem, with five letters, in as much noise as fits."""
         shown = self._problem(random.Random(seed), 3, _SHOWN_NOISE)
         solved = f"{shown.context}{shown.question}{shown.prefix}{' '.join(shown.answers)}\n\n"
 

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from kvjax.extras import optional
+from kvjax._util.extras import optional
 
 
 @cache

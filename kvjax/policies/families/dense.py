@@ -7,14 +7,16 @@ from jaxtyping import Array, Float
 from kvjax import cache
 from kvjax.cache import LayerCache, TokenBlock
 
-from ..base import Carry, Layer, P, Traits
+from ..base import Attention, CacheLayer, Carry, P
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseLayer(Layer[P]):
+class DenseLayer(CacheLayer[P]):
     """A layer whose cache holds all tokens, one after the other."""
 
-    traits: Traits = Traits(plain=True, reading="blocks", dense=True)
+    @property
+    def attention(self) -> Attention:
+        return "dense"
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import randomness
+from kvjax._util import randomness
 from kvjax.cache import LayerSpec
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock
 
-from ..base import Carry, Layer, Traits
+from ..base import CacheLayer, Carry, Reads, check_reads_blocks
 from .scoring import PromptScorerLayer
 
 REWRITTEN = 2**21
@@ -40,7 +40,7 @@ class ObservedCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundsLayer(Layer[Any]):
+class RoundsLayer(CacheLayer[Any]):
     """One layer that leaves what its scorer keeps of it, once so many tokens have come since it did so last.
 
     The prompt's tokens count, too: one of `every` tokens or more is compressed at once, and then each row has its rounds at the same
@@ -52,10 +52,17 @@ class RoundsLayer(Layer[Any]):
         keeps_prompt: whether the first round waits for `every` new tokens, however long the prompt is.
     """
 
-    traits: Traits = Traits(compression="when_full", compress_reads_kv=True, reading="blocks")
     scorer: PromptScorerLayer[Any] = dataclasses.field(kw_only=True)
     every: int = dataclasses.field(kw_only=True)
     keeps_prompt: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def reads(self) -> Reads:
+        return "whole" if self.keeps_prompt else "blocks"  # else a first block and a new token would be the same
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        return True
 
     @property
     def max_kept(self) -> int:
@@ -67,14 +74,14 @@ class RoundsLayer(Layer[Any]):
         queries = jnp.zeros((spec.batch, self._window, spec.num_heads, spec.head_dim), spec.dtype)
         return ObservedCache(empty, queries, jnp.zeros_like(empty.seen), spec.totals(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ObservedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ObservedCache, Carry]:
         lengths = prompt.lengths.astype(jnp.int32)
         due = jnp.ones_like(lengths, bool) if self.keeps_prompt else lengths >= self.every
         if self.keeps_prompt or prompt.size <= self._budget:
             kept = cache.from_prompt(self.spec, self.capacity, prompt)
         else:
             keep, carry = self.scorer.chosen(prompt, carry)
-            kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
+            kept, _ = cache.keep(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
         none = jnp.zeros((lengths.shape[0], self._window, *prompt.q_rotated.shape[2:]), self.spec.dtype)
         queries = self._latest(none, prompt.q_rotated, jnp.zeros_like(lengths), lengths)
         return ObservedCache(kept, queries, jnp.where(due, lengths, 0), prompt.total.astype(jnp.int32)), carry
@@ -97,29 +104,30 @@ class RoundsLayer(Layer[Any]):
     def read_block(
         self, state: ObservedCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], ObservedCache, Carry]:
+        check_reads_blocks(self)
         held = cache.insert_block(cache.extended(state.cache, block.size), block)
         out = cache.attend_block(self.spec, held, block)
         queries = self._latest(state.queries, block.q_rotated, state.cache.seen, held.seen)
         new = self._round(ObservedCache(held, queries, state.rounded, block.total))
-        return out, cache.in_rows(block.count > 0, new, state), carry
+        return out, cache.where_rows(block.count > 0, new, state), carry
 
     def compress(self, state: ObservedCache) -> ObservedCache:
         over = jnp.any(
             state.cache.count > self.scorer.policy.row_budgets(self.spec, state.cache.seen, state.total)[:, None],
             axis=-1,
         )
-        due = self.needs_compression(state)
+        due = self.is_due(state)
         kept = jax.lax.cond(
             jnp.any(due & over), lambda state: self._round(state).cache, lambda state: state.cache, state
         )
         return dataclasses.replace(state, cache=kept, rounded=jnp.where(due, state.cache.seen, state.rounded))
 
-    def needs_compression(self, state: ObservedCache) -> Bool[Array, " B"]:
+    def is_due(self, state: ObservedCache) -> Bool[Array, " B"]:
         return state.cache.seen - state.rounded >= self.every
 
     def _round(self, state: ObservedCache) -> ObservedCache:
         """The state with what is kept in rows whose time it is, in the slots that a state has between two steps."""
-        held, due = state.cache, self.needs_compression(state)
+        held, due = state.cache, self.is_due(state)
         place = held.seen[:, None] - self._window + jnp.arange(self._window, dtype=jnp.int32)
         queries = jnp.take_along_axis(state.queries, (place % max(self._window, 1))[..., None, None], axis=1)
         prompt = cache.kept_as_prompt(held, queries, state.total)

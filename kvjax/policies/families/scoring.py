@@ -14,12 +14,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
-from ..base import Carry, Layer, Policy, State, Traits
+from ..base import CacheLayer, Carry, Policy, Reads, State, When, read_as_prompt
 from ..budget import budget_rows, budget_tokens, check_least
-from ..capabilities import read_as_prompt
+from ..checks import expect_shape
 from ..fields import check_fields
 
 P = TypeVar("P", bound="PromptScorer")
@@ -33,12 +33,14 @@ class PromptScorer(Policy):
     A prompt within the budget is kept whole. Of equal scores the earlier token wins.
 
     Class attributes:
+        scores_whole_prompts: whether `scores` needs a whole prompt, which then cannot be prefilled in blocks.
         keeps_highest: whether that is so, and `keep_mask` may be asked what it keeps of other scores and budgets, see `critical`.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
     """
 
+    scores_whole_prompts: ClassVar[bool] = False
     keeps_highest: ClassVar[bool] = True
 
     budget: int | float = 1024
@@ -46,7 +48,7 @@ class PromptScorer(Policy):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         """How much each token of a prompt is worth keeping; what is said of the padding does not matter."""
         raise NotImplementedError
 
@@ -85,7 +87,7 @@ class PromptScorer(Policy):
         """Which tokens are kept: both ends, and what scores highest between them.
 
         Args:
-            pos: of what stands in each place, if it is no whole prompt, see `Prompt`.
+            pos: of what stands in each place, if it is no whole prompt, see `PromptKV`.
         """
         live, ends = self.ends(scores.shape[-1], lengths, budget, pos)
         whole = jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.int32) <= budget[:, None, None]
@@ -107,38 +109,45 @@ class PromptScorer(Policy):
         needs = f"but {first} first and {last} last tokens are always kept, at least one in all; raise budget, or keep fewer of them"
         check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return PromptScorerLayer(self, spec)
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptScorerLayer(Layer[P]):
+class PromptScorerLayer(CacheLayer[P]):
     """One layer of a `PromptScorer`."""
 
-    traits: Traits = Traits(plain=True, reading="blocks")
+    @property
+    def reads(self) -> Reads:
+        return "whole" if self.policy.scores_whole_prompts else "blocks"
 
     @property
     def max_kept(self) -> int:
         return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         keep, carry = self.chosen(prompt, carry)
-        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
+        return cache.keep(self.spec, self.capacity, prompt, keep)[0], carry
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
         return read_as_prompt(self, state, block, carry)
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         """Which of a prompt's tokens are kept."""
         return self.best(prompt, self.policy.scores(self.spec, prompt))[0], carry
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         """Which of a prompt's tokens are kept by their scores, and each row's budget."""
+        shape = (self.spec.batch, self.spec.num_kv_heads, prompt.size)
+        expect_shape(self.policy, "scores", scores, "B K T", shape)
         budget = self.policy.row_budgets(self.spec, prompt.seen, prompt.total)
-        return self.policy.keep_mask(scores, prompt.lengths, budget, *self._places(prompt)), budget
+        expect_shape(self.policy, "row_budgets", budget, "B", shape[:1])
+        keep = self.policy.keep_mask(scores, prompt.lengths, budget, *self._places(prompt))
+        expect_shape(self.policy, "keep_mask", keep, "B K T", shape)
+        return keep, budget
 
     @staticmethod
-    def _places(prompt: Prompt) -> list[Any]:
+    def _places(prompt: PromptKV) -> list[Any]:
         """Positions where they are not those of a whole prompt, which a policy's own `keep_mask` may take for granted."""
         return [] if prompt.places is None else [prompt.places]
 
@@ -162,7 +171,8 @@ class ScoredCache:
 class ScoreEviction(PromptScorer):
     """Keep the tokens that score highest: the prompt's, and while decoding, where each new token pushes out the lowest.
 
-    Of equal scores the latest token goes, as in the prompt.
+    Of equal scores the latest token goes, as in the prompt. A policy with a field `every` evicts in rounds: a head grows to budget + `every`
+    tokens less one, and the next token cuts it to the budget.
 
     Class attributes:
         scores_alone: whether a token's score follows from the token and its position alone, and stays: `scores` of a prompt and
@@ -174,22 +184,36 @@ class ScoreEviction(PromptScorer):
 
     scores_alone: ClassVar[bool] = False
 
+    @property
+    def round_size(self) -> int:
+        """Tokens by which a head exceeds its budget before it is cut to the budget: the policy's `every`, 1 without such a field."""
+        return getattr(self, "every", 1)
+
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
         """Score of a new token."""
         return jnp.zeros(token.k.shape[:2], jnp.float32)
 
     def update_score(
-        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"]
+        self, spec: LayerSpec, score: Float[Array, "B K C"], probs: Float[Array, "B K C"], held: LayerCache
     ) -> Float[Array, "B K C"]:
-        """Scores after a query has given the slots these probabilities."""
+        """Scores after the newest token's query.
+
+        Args:
+            score: scores before. The newest token has its `initial_score`.
+            probs: attention probabilities of the query, averaged over the query heads of each KV head.
+            held: keys, values and positions of the slots, and the number of tokens seen.
+        """
         return score
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt."""
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt.
+
+        A policy that has `update_score` overrides this, too, or blocks are read token by token.
+        """
         fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
         return jnp.where(fresh, self.scores(spec, prompt), score)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return ScoreEvictionLayer(self, spec)
 
 
@@ -197,36 +221,60 @@ class ScoreEviction(PromptScorer):
 class ScoreEvictionLayer(PromptScorerLayer[E]):
     """One layer of a `ScoreEviction`."""
 
-    traits: Traits = Traits(compression="every_step", reading="blocks")
+    @property
+    def when(self) -> When:
+        return "every_step" if self.policy.round_size == 1 else "when_full"
+
+    @property
+    def reads(self) -> Reads:
+        """Token by token where the policy's scores follow queries, and it does not say how they follow those of a block."""
+        cls = type(self.policy)
+        follows = cls.update_score is not ScoreEviction.update_score
+        return "tokens" if follows and cls.block_scores is ScoreEviction.block_scores else super().reads
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        """A round moves what it leaves to the first slots."""
+        return self.policy.round_size > 1
 
     @property
     def max_kept(self) -> int:
-        return self.policy.max_budget(self.spec)
+        return self.policy.max_budget(self.spec) + self.policy.round_size - 1
+
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+        keep, budget = super().best(prompt, scores)
+        if self.policy.round_size > 1:
+            count = jnp.sum(prompt.live, axis=-1, dtype=jnp.int32)
+            keep |= prompt.live & (count < (budget + self.policy.round_size)[:, None])[..., None]
+        return keep, budget
 
     def init(self, total: Int[Array, " B"] | None = None) -> ScoredCache:
         empty = cache.empty(self.spec, self.capacity)
         budget = self.policy.row_budgets(self.spec, empty.seen, self.spec.totals(total))
         return ScoredCache(empty, jnp.zeros_like(empty.weight), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ScoredCache, Carry]:
         return self._scored(prompt, self.policy.scores(self.spec, prompt)), carry
 
     def read_block(
         self, state: ScoredCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
-        prompt = cache.kept_and_block(state.cache, block)
+        if self.reads == "tokens":
+            return CacheLayer.read_block(self, state, block, carry)
+        prompt = cache.as_prompt_with_block(state.cache, block)
         score = cache.with_places(state.cache, state.score, block)
         new = self._scored(prompt, self.policy.block_scores(self.spec, prompt, score))
-        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+        return cache.attend_prompt(self.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
-    def _scored(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> ScoredCache:
+    def _scored(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> ScoredCache:
         """What is kept of a prompt with these scores."""
         keep, budget = self.best(prompt, scores)
-        kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep)
+        kept, index = cache.keep(self.spec, self.capacity, prompt, keep)
         return ScoredCache(kept, jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0), budget)
 
     def append(self, state: ScoredCache, token: Token) -> ScoredCache:
         initial = self.policy.initial_score(self.spec, token)
+        expect_shape(self.policy, "initial_score", initial, "B K", token.k.shape[:2])
         updated, (score,) = cache.insert(state.cache, token, [(state.score, initial)])
         return dataclasses.replace(state, cache=updated, score=score)
 
@@ -235,14 +283,33 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     ) -> tuple[Float[Array, "B N H"], ScoredCache, Carry]:
         out, probs = cache.attend(self.spec, state.cache, token, probs=True)
         assert probs is not None
-        return out, dataclasses.replace(state, score=self.policy.update_score(self.spec, state.score, probs)), carry
+        score = self.policy.update_score(self.spec, state.score, probs, state.cache)
+        expect_shape(self.policy, "update_score", score, "B K C", state.score.shape)
+        return out, dataclasses.replace(state, score=score), carry
+
+    def is_due(self, state: ScoredCache) -> Bool[Array, " B"]:
+        return jnp.any(state.cache.count >= (state.budget + self.policy.round_size)[:, None], axis=-1)
 
     def compress(self, state: ScoredCache) -> ScoredCache:
+        if self.policy.round_size > 1:
+            due = self.is_due(state)
+            return jax.lax.cond(jnp.any(due), lambda state: self._cut(state, due), lambda state: state, state)
         kept = state.cache
         first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
         candidates = kept.live & (kept.pos >= first) & (kept.pos < kept.seen[:, None, None] - last)
         over = kept.count > state.budget[:, None]
         return dataclasses.replace(state, cache=cache.evict(kept, lowest(state, candidates), over))
+
+    def _cut(self, state: ScoredCache, due: Bool[Array, " B"]) -> ScoredCache:
+        """The state with the budget's best tokens in the rows that are due."""
+        held = state.cache
+        first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
+        ends = held.live & ((held.pos < first) | (held.pos >= held.seen[:, None, None] - last))
+        rivals = held.live & ~ends
+        count = state.budget[:, None] - jnp.sum(ends, axis=-1, dtype=jnp.int32)
+        best = rivals & top_k(jnp.where(rivals, state.score, -jnp.inf), count)
+        kept, (score,) = cache.keep_slots(held, best | ends | ~due[:, None, None], [state.score])
+        return dataclasses.replace(state, cache=kept, score=score)
 
 
 def lowest(state: ScoredCache, candidates: Bool[Array, "B K C"]) -> Int[Array, "B K"]:
@@ -260,8 +327,8 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
     return jax.lax.reduce_window(scores, zero, jax.lax.max, *window)
 
 
-def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
-    """`attention_mass` of a prompt, in one layer."""
+def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
+    """The attention that each token of a prompt gets from all queries, summed over queries and averaged over each query group."""
     return attention_mass(
         prompt.q_rotated,
         prompt.k_rotated,
@@ -272,8 +339,13 @@ def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
     )
 
 
-def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
-    """`window_scores` of a prompt's last `window` queries, in one layer."""
+def last_queries(prompt: PromptKV, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
+    """The attention that each token of a prompt gets from its last `window` queries on average.
+
+    Args:
+        window: number of queries.
+        options: as for `kvjax.pallas_kernels.window_scores`.
+    """
     return window_scores(
         prompt.q_rotated,
         prompt.k_rotated,

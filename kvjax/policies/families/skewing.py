@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..info import PolicyError
 from ..profile import Profile, check_packed, pack, unpack

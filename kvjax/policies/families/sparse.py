@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 
-from ..base import Carry, Layer, P, State, Traits
+from ..base import Attention, CacheLayer, Carry, P, State, When
 from ..budget import budget_tokens
 
 
@@ -19,13 +19,13 @@ def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int, le
     return spec.layer < dense_layers or budget_tokens(budget, spec.max_tokens, least) >= spec.max_tokens
 
 
-def reads_all(spec: LayerSpec, prompt: Prompt, budget: Int[Array, " B"]) -> Bool[Array, " B"]:
+def reads_all(spec: LayerSpec, prompt: PromptKV, budget: Int[Array, " B"]) -> Bool[Array, " B"]:
     """`reads_everything` of each row by its own length: in a batch with longer rows it reads what it would alone."""
     return budget >= cache.row_buckets(prompt.lengths, spec.prompt_len) + spec.new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseLayer(Layer[P]):
+class SparseLayer(CacheLayer[P]):
     """Base of layers with sparse attention: token p is in slot p, with its key rotated, and a query reads three kinds of slots.
 
     These are what it selects, the first `always_kept[0]` tokens, and a tail of latest ones, up to `always_kept[1]` of them. The
@@ -34,7 +34,13 @@ class SparseLayer(Layer[P]):
     A layer that keeps its store in another way says so by `store`, `with_store` and `attend_to`.
     """
 
-    traits: Traits = Traits(sparse=True)
+    @property
+    def attention(self) -> Attention:
+        return "sparse"
+
+    @property
+    def when(self) -> When:
+        return "never"
 
     @property
     def always_kept(self) -> tuple[int, int]:

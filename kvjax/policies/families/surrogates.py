@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import user_files
-from kvjax.cache import LayerSpec, Prompt
-from kvjax.models.config import ModelConfig
+from kvjax._util import user_files
+from kvjax.cache import LayerSpec, PromptKV
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
-from ..base import Carry, Layer, Policy, Traits
+from ..attention_context import AttentionContext
+from ..base import CacheLayer, Carry, Policy
 from ..fields import check_fields
 from ..info import PolicyError
-from ..surroundings import Surroundings
 from .dense import DenseLayer
 from .ragged import RaggedLayer
 from .scoring import PromptScorer, PromptScorerLayer
@@ -141,6 +141,7 @@ class SurrogateScorer(PromptScorer):
     """
 
     keeps_highest: ClassVar[bool] = False
+    scores_whole_prompts: ClassVar[bool] = True
     source: ClassVar[str] = ""
     reads: ClassVar[tuple[str, ...]] = ()
 
@@ -184,12 +185,12 @@ class SurrogateScorer(PromptScorer):
         found.require(self.info.name, config, self.shapes(config, found))
         return dataclasses.replace(self, weights=found)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
         if self.scope == "head":
-            return SurrogateLayer(self, spec, Traits(plain=True, surroundings=True))
-        return SharedSurrogateLayer(self, spec, Traits(has_own_store=True, deals_store=True, surroundings=True))
+            return SurrogateLayer(self, spec)
+        return SharedSurrogateLayer(self, spec)
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0
@@ -215,11 +216,11 @@ class SurrogateScorer(PromptScorer):
             best = top_k(flat, (budget - first - last) * scores.shape[1]).reshape(scores.shape)
         return best & (rivals > -jnp.inf) | ends | live & whole
 
-    def chosen(self, layer: PromptScorerLayer[Any], prompt: Prompt, carry: Carry) -> Bool[Array, "B K T"]:
+    def chosen(self, layer: PromptScorerLayer[Any], prompt: PromptKV, carry: Carry) -> Bool[Array, "B K T"]:
         """Which of a prompt's tokens one of its layers keeps."""
         spec = layer.spec
         assert isinstance(self.weights, Surrogate)
-        x = jax.lax.stop_gradient(Surroundings.of(carry, spec).inputs()).astype(jnp.float32)
+        x = jax.lax.stop_gradient(AttentionContext.of(carry, spec).inputs()).astype(jnp.float32)
         weights = self.weights.layers[spec.layer]
         width = next(weights[name].shape[1] for name in self.reads if name in weights)
         x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model all inputs are alike
@@ -242,7 +243,11 @@ def missing_weights(policy: Any) -> PolicyError:
 class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
     """One layer of a `SurrogateScorer`, each of whose heads keeps as much."""
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    @property
+    def needs_context(self) -> bool:
+        return True
+
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry
 
 
@@ -250,5 +255,9 @@ class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
 class SharedSurrogateLayer(RaggedLayer[SurrogateScorer]):
     """One layer of a `SurrogateScorer`, whose heads share a store."""
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    @property
+    def needs_context(self) -> bool:
+        return True
+
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry

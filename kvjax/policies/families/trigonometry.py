@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.rope import Rope
+from kvjax.config import ModelConfig, Rope
 
 from ..info import PolicyError
 from ..profile import Profile, check_packed, pack, unpack

@@ -10,14 +10,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
-from kvjax.models.config import ModelConfig
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .. import capabilities
-from ..base import Carry, Layer, Policy, State, Traits
-from ..capabilities import Queries
+from ..base import CacheLayer, Carry, Policy, Queries, Reads, State, When
 from ..info import PolicyError, PolicyInfo, combined
+from ..replay import Replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ByHead(Policy):
 
     @property
     def info(self) -> PolicyInfo:
-        return dataclasses.replace(combined("by_head", (policy.info for policy in self.groups)), joint_heads=True)
+        return dataclasses.replace(combined("by_head", (policy.info for policy in self.groups)), heads_coupled=True)
 
     def __str__(self) -> str:
         names = [chr(ord("a") + i) for i in range(len(self.groups))]
@@ -61,6 +60,9 @@ class ByHead(Policy):
             )
         return ByHead(tuple(policy.bind(config) for policy in self.groups), self.heads)
 
+    def with_budget(self, budget: Any) -> "ByHead":
+        return ByHead(tuple(policy.with_budget(budget) for policy in self.groups), self.heads)
+
     def validate(self, tokens: int) -> None:
         for policy in self.groups:
             policy.validate(tokens)
@@ -75,12 +77,12 @@ class ByHead(Policy):
                 sub = dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads), kv_heads=heads)
                 parts.append(Part(policy.layer(sub), tuple(present.index(head) for head in heads)))
         for part in parts:
-            if part.layer.traits.replays:
+            if part.layer.replays:
                 raise PolicyError(
                     f"by_head: {part.layer.policy.info.name!r} has the model read a prompt again for all heads of a layer together; give it "
                     "to whole layers, by by_layer"
                 )
-        return ByHeadLayer(self, spec, _traits([part.layer.traits for part in parts]), tuple(parts))
+        return ByHeadLayer(self, spec, tuple(parts))
 
     def map(self, wrap: Callable[[Policy], Policy]) -> "ByHead":
         return ByHead(tuple(policy.map(wrap) for policy in self.groups), self.heads)
@@ -95,18 +97,44 @@ class Part:
         heads: their places among the layer's KV heads.
     """
 
-    layer: Layer[Any]
+    layer: CacheLayer[Any]
     heads: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class ByHeadLayer(Layer[ByHead]):
+class ByHeadLayer(CacheLayer[ByHead]):
     """One layer, whose groups of heads each have a state of their own; see `ByHead`."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...]
 
-    def map_parts(self, change: Callable[[Layer[Any]], Layer[Any]]) -> "ByHeadLayer":
-        parts = tuple(dataclasses.replace(part, layer=change(part.layer)) for part in self.parts)
+    @property
+    def when(self) -> When:
+        """As often as the part that compresses most often."""
+        when = {layer.when for layer in self._layers}
+        return "every_step" if "every_step" in when else "when_full" if "when_full" in when else "never"
+
+    @property
+    def reads(self) -> Reads:
+        return "whole" if any(layer.reads == "whole" for layer in self._layers) else "blocks"
+
+    @property
+    def compress_reads_kv(self) -> bool:
+        return any(layer.compress_reads_kv for layer in self._layers)
+
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        return tuple(dict.fromkeys(replay for layer in self._layers for replay in layer.replays))
+
+    @property
+    def needs_context(self) -> bool:
+        return any(layer.needs_context for layer in self._layers)
+
+    @property
+    def reduces_heads(self) -> bool:
+        return any(layer.reduces_heads for layer in self._layers)
+
+    def map_parts(self, change: Callable[[CacheLayer[Any]], CacheLayer[Any]]) -> "ByHeadLayer":
+        parts = tuple(dataclasses.replace(part, layer=part.layer.map_parts(change)) for part in self.parts)
         return dataclasses.replace(self, parts=parts)
 
     @property
@@ -116,7 +144,7 @@ class ByHeadLayer(Layer[ByHead]):
     def init(self, total: Int[Array, " B"] | None = None) -> tuple[State, ...]:
         return tuple(part.layer.init(total) for part in self.parts)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[tuple[State, ...], Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[tuple[State, ...], Carry]:
         states = []
         for part in self.parts:
             state, carry = part.layer.prefill(prompt.heads(np.asarray(part.heads)), carry)
@@ -149,7 +177,7 @@ class ByHeadLayer(Layer[ByHead]):
     ) -> tuple[Float[Array, "B S N H"], tuple[State, ...], Carry]:
         outs, states = [], []
         for part, own in zip(self.parts, state, strict=True):
-            out, own, carry = capabilities.read_block(part.layer, own, block.heads(np.asarray(part.heads)), carry)
+            out, own, carry = part.layer.read_block(own, block.heads(np.asarray(part.heads)), carry)
             outs.append(out)
             states.append(own)
         return jnp.concatenate(outs, axis=2)[:, :, self._in_order], tuple(states), carry
@@ -157,22 +185,22 @@ class ByHeadLayer(Layer[ByHead]):
     def compress(self, state: tuple[State, ...]) -> tuple[State, ...]:
         return tuple(part.layer.compress(own) for part, own in zip(self.parts, state, strict=True))
 
-    def needs_compression(self, state: tuple[State, ...]) -> Bool[Array, " B"]:
+    def is_due(self, state: tuple[State, ...]) -> Bool[Array, " B"]:
         rows = [
-            capabilities.needs_compression(part.layer, own)
+            part.layer.is_due(own)
             for part, own in zip(self.parts, state, strict=True)
-            if part.layer.traits.compression == "when_full"
+            if part.layer.when == "when_full"
         ]
         return reduce(jnp.logical_or, rows)
 
     def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
         for part in self.parts:
             own = self._queries(part)
-            carry = capabilities.look_ahead(part.layer, lambda own=own: queries()[:, own], position, carry)
+            carry = part.layer.look_ahead(lambda own=own: queries()[:, own], position, carry)
         return carry
 
-    def as_cache(self, state: tuple[State, ...]) -> LayerCache:
-        caches = [capabilities.as_cache(part.layer, own) for part, own in zip(self.parts, state, strict=True)]
+    def view(self, state: tuple[State, ...]) -> LayerCache:
+        caches = [part.layer.view(own) for part, own in zip(self.parts, state, strict=True)]
         size = max(each.pos.shape[-1] for each in caches)
         back = np.argsort(np.concatenate([part.heads for part in self.parts]))
 
@@ -186,9 +214,13 @@ class ByHeadLayer(Layer[ByHead]):
         return LayerCache(join("k", 0), join("v", 0), join("pos", -1), join("weight", 0), following, caches[0].seen)
 
     @property
+    def _layers(self) -> list[CacheLayer[Any]]:
+        return [part.layer for part in self.parts]
+
+    @property
     def _plain(self) -> bool:
-        """Whether all groups take and read a new token as `Layer` does: then they can do so at once."""
-        return all(part.layer.traits.plain for part in self.parts)
+        """Whether all groups take and read a new token as `CacheLayer` does: then they can do so at once."""
+        return all(part.layer.is_plain for part in self.parts)
 
     @property
     def _in_order(self) -> np.ndarray:
@@ -219,19 +251,3 @@ def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) ->
         tuple(tuple(i for i, other in enumerate(layer) if other == label) for layer in profile) for label in policies
     )
     return ByHead(tuple(policies.values()), heads)
-
-
-def _traits(parts: Sequence[Traits]) -> Traits:
-    """Of a layer made of these: it compresses as its busiest part does."""
-    kinds = {traits.compression for traits in parts}
-    return Traits(
-        compression="every_step" if "every_step" in kinds else "when_full" if "when_full" in kinds else "never",
-        compress_reads_kv=any(traits.compress_reads_kv for traits in parts),
-        looks_ahead=any(traits.looks_ahead for traits in parts),
-        has_own_store=True,
-        in_parts=True,
-        sums_heads=any(traits.sums_heads for traits in parts),
-        reading="whole" if any(traits.reading == "whole" for traits in parts) else "blocks",
-        surroundings=any(traits.surroundings for traits in parts),
-        replays=tuple(dict.fromkeys(replay for traits in parts for replay in traits.replays)),
-    )

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvjax.cache import LayerSpec
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
-from ..base import Layer, Policy
+from ..base import CacheLayer, Policy
 from ..info import PolicyError, PolicyInfo, combined
 
 
@@ -33,11 +33,14 @@ class ByLayer(Policy):
             raise PolicyError(f"by_layer was given {len(self.layers)} layers, but the model has {config.num_layers}")
         return ByLayer(tuple(policy.bind(config) for policy in self.layers))
 
+    def with_budget(self, budget: Any) -> "ByLayer":
+        return ByLayer(tuple(policy.with_budget(budget) for policy in self.layers))
+
     def validate(self, tokens: int) -> None:
         for policy in dict.fromkeys(self.layers):
             policy.validate(tokens)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return self.layers[spec.layer].layer(spec)
 
     def map(self, wrap: Callable[[Policy], Policy]) -> "ByLayer":

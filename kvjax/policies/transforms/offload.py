@@ -10,13 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, host_memory
-from kvjax.models.config import ModelConfig
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, host_memory
+from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.gradients import without_gradient
 
-from .. import capabilities
-from ..base import Carry, Layer, Policy, State
-from ..capabilities import Queries
+from ..base import Attention, CacheLayer, Carry, Policy, Reads, State, WrappedLayer
 from ..families.sparse import SparseLayer
 from ..fields import check_fields
 from ..info import PolicyError
@@ -55,50 +53,36 @@ class Offloaded(Wrapper):
             )
         return super().bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        traits = dataclasses.replace(inner.traits, plain=False, reading="whole", has_own_store=True, sparse=False)
-        if inner.traits.sparse:
-            return OffloadedSparseLayer(self, spec, traits, inner=cast(SparseLayer[Any], inner))
-        if inner.traits.has_own_store:
+        if inner.attention == "sparse":
+            return OffloadedSparseLayer(self, spec, inner=cast(SparseLayer[Any], inner))
+        if inner.has_own_store:
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} has its keys and values in a store of its own, which is not moved; "
                 "use it without offloading"
             )
-        return OffloadedLayer(self, spec, traits, inner=inner)
+        return OffloadedLayer(self, spec, inner=inner)
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadedLayer(Layer[Offloaded]):
-    """One layer, all of whose keys and values come to the device when they are read.
-
-    Attributes:
-        inner: the policy's own functions.
-    """
-
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
+class OffloadedLayer(WrappedLayer[Offloaded]):
+    """One layer, all of whose keys and values come to the device when they are read."""
 
     @property
-    def max_kept(self) -> int:
-        return self.inner.max_kept
+    def reads(self) -> Reads:
+        return "whole"
 
     @property
-    def capacity(self) -> int:
-        return self.inner.capacity
-
-    @property
-    def bytes_read(self) -> int:
-        return self.inner.bytes_read
+    def has_own_store(self) -> bool:
+        return True
 
     def init(self, total: Int[Array, " B"] | None = None) -> State:
         return self._placed(self.inner.init(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
         return self._placed(state), carry
-
-    def append(self, state: State, token: Token) -> State:
-        return self.inner.append(state, token)
 
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], State, Carry]:
         near = cache.map_kv(host_memory.to_device, state)
@@ -106,19 +90,13 @@ class OffloadedLayer(Layer[Offloaded]):
         return out, _returned(after, near, state), carry
 
     def compress(self, state: State) -> State:
-        if not self.traits.compress_reads_kv:
+        if not self.compress_reads_kv:
             return self.inner.compress(state)
         near = cache.map_kv(host_memory.to_device, state)
         return _returned(self.inner.compress(near), near, state)
 
-    def needs_compression(self, state: State) -> Bool[Array, " B"]:
-        return capabilities.needs_compression(self.inner, state)
-
-    def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:
-        return capabilities.look_ahead(self.inner, queries, position, carry)
-
-    def as_cache(self, state: State) -> LayerCache:
-        return capabilities.as_cache(self.inner, cache.map_kv(host_memory.to_device, state))
+    def view(self, state: State) -> LayerCache:
+        return self.inner.view(cache.map_kv(host_memory.to_device, state))
 
     def _placed(self, state: State) -> State:
         """A state that the policy has made, with its keys and values on the host."""
@@ -159,6 +137,10 @@ class OffloadedSparseLayer(OffloadedLayer):
 
     inner: SparseLayer[Any] = dataclasses.field(kw_only=True)
 
+    @property
+    def attention(self) -> Attention:
+        return "kept"
+
     def append(self, state: OffloadedSparseCache, token: Token) -> OffloadedSparseCache:
         inner, kept = self.inner.append(state.inner, token), state.kept
         if kept:
@@ -193,12 +175,12 @@ class OffloadedSparseLayer(OffloadedLayer):
 
         return dataclasses.replace(state, inner=self.inner.regroup(state.inner, keys))
 
-    def needs_compression(self, state: OffloadedSparseCache) -> Bool[Array, " B"]:
-        return super().needs_compression(state.inner)
+    def is_due(self, state: OffloadedSparseCache) -> Bool[Array, " B"]:
+        return self.inner.is_due(state.inner)
 
-    def as_cache(self, state: OffloadedSparseCache) -> LayerCache:
+    def view(self, state: OffloadedSparseCache) -> LayerCache:
         store = host_memory.to_device(self.inner.store(state.inner))
-        return capabilities.as_cache(self.inner, self.inner.with_store(state.inner, store))
+        return self.inner.view(self.inner.with_store(state.inner, store))
 
     def _placed(self, state: State) -> OffloadedSparseCache:
         store, kept = self.inner.store(state), ()

@@ -1,20 +1,17 @@
 """Any method that compresses while decoding, stopped once the prompt is read: the form in which methods for prompts are compared."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
-from kvjax.models.config import ModelConfig
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
 
-from ..base import Carry, Layer, Policy, Traits
-from ..capabilities import as_cache
+from ..base import CacheLayer, Carry, Policy
 from ..info import PolicyError, PolicyInfo
-from .wrapper import Wrapper, transform_text
+from .wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,48 +19,21 @@ class PromptOnly(Wrapper):
     """A policy that compresses a prompt and keeps all that comes after it; made by `prompt_only`.
 
     Attributes:
-        policy: what is kept of a prompt.
-        budget: the policy's, if it has one; here it is for the prompt alone. `dataclasses.replace` of the policy alone
-            gives the new one this budget.
+        policy: what is kept of a prompt. Its budget is for the prompt alone.
     """
 
     transform: ClassVar[str] = "prompt_only"
-
-    budget: int | float | None = None
-
-    def __post_init__(self) -> None:
-        if self.budget is not None:
-            if not hasattr(self.policy, "budget"):
-                raise PolicyError(
-                    f"prompt_only: budget={self.budget}, but {self.policy.info.name!r} has none of its own; give it to the policies it "
-                    "is made of"
-                )
-            object.__setattr__(self, "policy", dataclasses.replace(cast(Any, self.policy), budget=self.budget))
-        object.__setattr__(self, "budget", getattr(self.policy, "budget", None))
 
     @property
     def info(self) -> PolicyInfo:
         stage = "none" if self.policy.info.stage == "none" else "prompt"
         return dataclasses.replace(super().info, stage=stage, budget_excludes_new_tokens=True)
 
-    def __str__(self) -> str:
-        return transform_text(self.transform, self.policy, self, without=("budget",))
-
-    def bind(self, config: ModelConfig) -> Policy:
-        return self.policy.bind(config).map(self._around)
-
-    def map(self, wrap: Callable[[Policy], Policy]) -> Policy:
-        return self.policy.map(lambda policy: wrap(self._around(policy)))
-
-    def _around(self, policy: Policy) -> Policy:
-        """This for a part of the policy, which keeps the budget that it has."""
-        return policy if policy.info.transform == self.transform else PromptOnly(policy)
-
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        if inner.traits.compression == "never":
+        if inner.when == "never":
             return inner
-        if inner.traits.has_own_store or self.policy.info.transform == "offloaded":
+        if inner.has_own_store or self.policy.info.transform == "offloaded":
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} keeps its tokens in a store of its own; put prompt_only around the policy "
                 "within, as in offloaded(prompt_only(tova))"
@@ -74,30 +44,28 @@ class PromptOnly(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptOnlyLayer(Layer[PromptOnly]):
+class PromptOnlyLayer(CacheLayer[PromptOnly]):
     """One layer: what another one leaves of a prompt, in slots of which there are enough for all new tokens.
 
     Attributes:
         inner: chooses from the prompt.
     """
 
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
+    inner: CacheLayer[Any] = dataclasses.field(kw_only=True)
 
     @property
     def max_kept(self) -> int:
         return self.inner.max_kept + max(self.spec.new_tokens, 1)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
-        kept = as_cache(self.inner, state)
+        kept = self.inner.view(state)
         return cache.extended(kept, self.capacity - kept.pos.shape[-1]), carry
 
 
 @dataclasses.dataclass(frozen=True)
 class RankedPromptOnlyLayer(PromptOnlyLayer):
     """One layer of a policy whose tokens stand at their places among those that are kept; slots are filled in that order."""
-
-    traits: Traits = Traits()
 
     def append(self, state: LayerCache, token: Token) -> LayerCache:
         return cache.insert(state, token, rotated=False)[0]
@@ -125,8 +93,5 @@ def prompt_only(policy: Policy, budget: int | float | None = None) -> PromptOnly
     Args:
         policy: what is kept of the prompt.
         budget: the policy's budget, if it is to be another.
-
-    Raises:
-        PolicyError: the policy has no budget, and one is given.
     """
-    return PromptOnly(policy, budget)
+    return PromptOnly(policy if budget is None else policy.with_budget(budget))

@@ -5,9 +5,9 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from kvjax.cache import LayerSpec
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
-from ..base import Layer, Policy
+from ..base import CacheLayer, Policy
 from ..fields import check_fields
 from ..info import PolicyError
 from .by_layer import by_layer
@@ -37,9 +37,9 @@ class Pyramid(Wrapper):
     def bind(self, config: ModelConfig) -> Policy:
         policy: Any = self.policy
         budgets = layer_budgets(policy.budget, config.num_layers, self.beta, getattr(policy, "window", 0))
-        return by_layer([dataclasses.replace(policy, budget=budget) for budget in budgets]).bind(config)
+        return by_layer([policy.with_budget(budget) for budget in budgets]).bind(config)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         raise PolicyError(
             f"{self.info.name}: layers differ by the model's number of them; bind(config) gives a model's policy"
         )

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, packing
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock, packing
 from kvjax.cache.packing import Bits, PackedCache
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
-from ..base import Carry, Layer, Policy, Traits
+from ..base import CacheLayer, Carry, Policy, check_reads_blocks
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
+from .low_bit import LowBitLayer
 from .rotated import RotatedLayer, Values
 from .wrapper import Wrapper
 
@@ -68,30 +69,21 @@ class Quantized(Wrapper):
             bound.layer(spec)  # raises where a layer cannot be quantised
         return bound
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        traits = inner.traits
-        if not traits.plain or traits.compression != "never":
+        if not inner.is_plain or inner.when != "never":
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} has its own way of keeping tokens while decoding, but packed groups of "
                 "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
                 "chunkkv or catekv"
             )
-        if self.policy.info.fits:
+        if self.policy.info.refits_values:
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} gives slots fitted weights, for which packed slots have no place; give a policy "
                 "whose slots are single tokens, such as snapkv"
             )
-        moves = inner.max_kept < spec.max_tokens  # which what is packed does not
-        traits = dataclasses.replace(
-            QuantizedLayer.traits,
-            reading="whole" if moves else "blocks",
-            replays=traits.replays,
-            surroundings=traits.surroundings,
-            deals_store=self.scheme == "turboquant" or cache.RUN % math.lcm(self.group, 8 // self.bits) == 0,
-        )
         if self.scheme == "kivi":
-            return QuantizedLayer(self, spec, traits)
+            return QuantizedLayer(self, spec, inner=inner)
         if min(spec.layer, spec.num_layers - 1 - spec.layer) < self.exact_layers:
             return inner
         if spec.head_dim & (spec.head_dim - 1):
@@ -100,25 +92,27 @@ class Quantized(Wrapper):
                 "power of two, so take kivi, or scheme='kivi', for this model"
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in ("bits", "group", "values", "signs")}
-        return RotatedLayer(self, spec, traits, inner=inner, **options)
+        return RotatedLayer(self, spec, inner=inner, **options)
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizedLayer(Layer[Quantized]):
+class QuantizedLayer(LowBitLayer[Quantized]):
     """One layer, packed when its prompt is read and whenever so many new tokens have come; see `Quantized`."""
 
-    traits: Traits = Traits(has_own_store=True, reading="blocks")
+    @property
+    def shards_own_store(self) -> bool:
+        return cache.RUN % self._unit == 0
 
     @property
     def capacity(self) -> int:
         """Slots to allocate, in whole groups and bytes."""
-        return -(-self._inner.capacity // self._unit) * self._unit
+        return -(-self.inner.capacity // self._unit) * self._unit
 
     def init(self, total: Int[Array, " B"] | None = None) -> PackedCache:
-        return self._packed(self._inner.init(total))
+        return self._packed(self.inner.init(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PackedCache, Carry]:
-        kept, carry = self._inner.prefill(prompt, carry)
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[PackedCache, Carry]:
+        kept, carry = self.inner.prefill(prompt, carry)
         return self._packed(kept), carry
 
     def append(self, state: PackedCache, token: Token) -> PackedCache:
@@ -132,7 +126,7 @@ class QuantizedLayer(Layer[Quantized]):
 
         # Past the last, hence dropped, where there is none.
         where = jnp.where(slot > residual, slot - residual - 1, size)
-        where = where if state.dealt == 1 else cache.own_slot(state, where)
+        where = where if state.slot_shards == 1 else cache.local_slot(state, where)
         old = state.v_recent[*at, v_place]
         values = packing.put(state.v, old, where, bits, self._channels, dtype)
 
@@ -146,7 +140,7 @@ class QuantizedLayer(Layer[Quantized]):
             each = residual // new.shape[2]  # slots
             where = ((slot // residual - 1) * residual)[..., None] + jnp.arange(0, residual, each, dtype=jnp.int32)
             where = jnp.where(is_complete, where, size)
-            where = where if state.dealt == 1 else cache.own_slot(state, where)
+            where = where if state.slot_shards == 1 else cache.local_slot(state, where)
             return x.at[rows[:, None, None], heads[:, None], where // each].set(new, mode="drop")
 
         return dataclasses.replace(
@@ -168,8 +162,9 @@ class QuantizedLayer(Layer[Quantized]):
     def read_block(
         self, state: PackedCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], PackedCache, Carry]:
+        check_reads_blocks(self)
         """The block attends to what is packed when its first token comes, exactly to itself; then more is packed, as token by token."""
-        begun = self.as_cache(self._with_first(state, block, jnp.minimum(block.count, 1)))
+        begun = self.view(self._with_first(state, block, jnp.minimum(block.count, 1)))
         held = cache.insert_block(dataclasses.replace(begun, next=state.next, seen=state.seen), block)
         return cache.attend_block(self.spec, held, block), self._with_first(state, block, block.count), carry
 
@@ -208,7 +203,7 @@ class QuantizedLayer(Layer[Quantized]):
             v_recent=exact(state.v_recent, v, packing.latest_slots(after.next, residual + 1)),
         )
 
-    def as_cache(self, state: PackedCache) -> LayerCache:
+    def view(self, state: PackedCache) -> LayerCache:
         """All slots unpacked."""
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
         packed_k, packed_v = (packing.unpack(x, self.policy.bits).astype(self.spec.dtype) for x in (state.k, state.v))
@@ -250,11 +245,6 @@ class QuantizedLayer(Layer[Quantized]):
         return dataclasses.replace(
             state, k_recent=taken(k, latest), v_recent=taken(v, jnp.maximum(state.v_recent_slots, 0))
         )
-
-    @property
-    def _inner(self) -> Layer[Any]:
-        """The layer of the policy that is quantised."""
-        return self.policy.policy.layer(self.spec)
 
     @property
     def _unit(self) -> int:

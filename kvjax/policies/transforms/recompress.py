@@ -5,12 +5,12 @@ from typing import Any, ClassVar, Literal, cast
 
 from kvjax.cache import LayerSpec
 
-from ..base import Layer, Policy
+from ..base import CacheLayer, Policy
 from ..families.rounds import RoundsLayer
 from ..families.scoring import PromptScorer, PromptScorerLayer
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
-from .wrapper import Wrapper, transform_text
+from .wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +20,12 @@ class Recompress(Wrapper):
     Attributes:
         policy: how a prompt is scored, and what is kept of it.
         every: tokens from round to round.
-        budget: the policy's, which every round leaves. `dataclasses.replace` of the policy alone
-            gives the new one this budget.
         prompt: whether a prompt is cut at once, or kept until so many new tokens have come.
     """
 
     transform: ClassVar[str] = "recompress"
 
     every: int = 512
-    budget: int | float | None = None
     prompt: Literal["compress", "keep"] = "compress"
 
     def __post_init__(self) -> None:
@@ -42,9 +39,6 @@ class Recompress(Wrapper):
                 "be scored again while decoding; give a policy that does, such as snapkv, pyramidkv, chunkkv, knorm, keydiff, tova or "
                 "h2o:observers='last'"
             )
-        if self.budget is not None:
-            object.__setattr__(self, "policy", dataclasses.replace(cast(PromptScorer, self.policy), budget=self.budget))
-        object.__setattr__(self, "budget", cast(PromptScorer, self.policy).budget)
         check_fields(self, every=1)
         scorer = cast(PromptScorer, self.policy)
         window, (_, last) = scorer.query_window or 0, scorer.always_kept(0)
@@ -63,23 +57,17 @@ class Recompress(Wrapper):
         """Tokens of a budget that every layer has, for `pyramid`."""
         return getattr(self.policy, "window", 0)
 
-    def __str__(self) -> str:
-        return transform_text(self.transform, self.policy, self, without=("budget",))
-
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         scorer = self.policy.layer(spec)
-        if scorer.traits.dense:
+        if scorer.attention == "dense":
             return scorer
-        layer = RoundsLayer(
+        return RoundsLayer(
             self,
             spec,
             scorer=cast(PromptScorerLayer[Any], scorer),
             every=self.every,
             keeps_prompt=self.prompt == "keep",
         )
-        if self.prompt == "keep":  # a prompt's first block and a new token would be the same
-            return dataclasses.replace(layer, traits=dataclasses.replace(layer.traits, reading="whole"))
-        return layer
 
 
 def recompress(
@@ -110,4 +98,4 @@ def recompress(
     Raises:
         PolicyError: a number is out of range, or the policy does not score by the latest queries alone.
     """
-    return Recompress(policy, every, budget, prompt)
+    return Recompress(policy if budget is None else policy.with_budget(budget), every, prompt)

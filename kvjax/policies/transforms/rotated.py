@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, Token, TokenBlock, codebook, packing
+from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock, codebook, packing
 from kvjax.cache.codebook import Coded
 from kvjax.cache.packing import Bits
 from kvjax.pallas_kernels.masking import MASKED
 
-from ..base import Carry, Layer, Traits
+from ..base import Carry, check_reads_blocks
+from .low_bit import LowBitLayer
 
 Values = Literal["levels", "rotated"]
 """How values are kept: evenly spaced levels of a group of channels, or as keys are."""
@@ -30,7 +31,7 @@ class RotatedCache:
     Attributes:
         k: keys, rotated to their positions and then by the matrix that makes their coordinates alike.
         v: values, likewise (`Coded`) or in groups of channels (`packing.Packed`).
-        pos, next, seen, dealt: as in `LayerCache`; slots below `next` are filled.
+        pos, next, seen, sharded: as in `LayerCache`; slots below `next` are filled.
     """
 
     k: Coded
@@ -38,7 +39,7 @@ class RotatedCache:
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def cache(self) -> Self:
@@ -57,20 +58,21 @@ class RotatedCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class RotatedLayer(Layer[Any]):
+class RotatedLayer(LowBitLayer[Any]):
     """One layer whose keys and values are coded as they come. A token's own step, and a block's own attention, have them exact.
 
     Attributes:
-        inner: the layer of the policy that is quantised.
         bits, group, values, signs: see `TurboQuant`.
     """
 
-    traits: Traits = Traits(has_own_store=True, reading="blocks")
-    inner: Layer[Any] = dataclasses.field(kw_only=True)
     bits: Bits = dataclasses.field(kw_only=True)
     group: int = dataclasses.field(kw_only=True)
     values: Values = dataclasses.field(kw_only=True)
     signs: int | None = dataclasses.field(kw_only=True)
+
+    @property
+    def shards_own_store(self) -> bool:
+        return True
 
     @property
     def max_kept(self) -> int:
@@ -84,13 +86,13 @@ class RotatedLayer(Layer[Any]):
     def init(self, total: Int[Array, " B"] | None = None) -> RotatedCache:
         return self._coded(self.inner.init(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[RotatedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[RotatedCache, Carry]:
         kept, carry = self.inner.prefill(prompt, carry)
         return self._coded(kept), carry
 
     def append(self, state: RotatedCache, token: Token) -> RotatedCache:
         slot, v = state.next, token.v.astype(self.spec.dtype)
-        own = slot if state.dealt == 1 else cache.own_slot(state, slot)
+        own = slot if state.slot_shards == 1 else cache.local_slot(state, slot)
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         return dataclasses.replace(
             state,
@@ -112,17 +114,18 @@ class RotatedLayer(Layer[Any]):
             visible &= state.pos > token.position[:, None, None] - spec.window
         own = token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype)
         options: dict[str, Any] = {"bits": self.bits, "scale": spec.scale, "rotated": self._rotated}
-        if state.dealt == 1:
+        if state.slot_shards == 1:
             return coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options)[0], state, carry
-        visible, newest = cache.own(visible, state.dealt), cache.own_slot(state, state.next - 1)
+        visible, newest = cache.local_part(visible, state.slot_shards), cache.local_slot(state, state.next - 1)
         mine = newest < state.k.factor.shape[2]
         part = coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options, counts=mine)
-        return cache.merged(*part, state.dealt), state, carry
+        return cache.merged(*part, state.slot_shards), state, carry
 
     def read_block(
         self, state: RotatedCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], RotatedCache, Carry]:
-        held = cache.insert_block(self.as_cache(state), block)
+        check_reads_blocks(self)
+        held = cache.insert_block(self.view(state), block)
         return cache.attend_block(self.spec, held, block), self._with(state, block), carry
 
     def _with(self, state: RotatedCache, block: TokenBlock) -> RotatedCache:
@@ -148,7 +151,7 @@ class RotatedLayer(Layer[Any]):
             seen=state.seen + block.count,
         )
 
-    def as_cache(self, state: RotatedCache) -> LayerCache:
+    def view(self, state: RotatedCache) -> LayerCache:
         """All slots as vectors."""
 
         def vectors(x: Any, *, rotated: bool) -> Float[Array, "B K C H"]:

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 from kvjax.pallas_kernels import top_k
 
-from ..base import Carry, Layer, Policy
+from ..base import CacheLayer, Carry, Policy
 from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
-from .wrapper import Wrapper, transform_text
+from .wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +26,12 @@ class Thresholded(Wrapper):
         policy: what a token scores.
         threshold: the least score with which a token stays.
         window: latest tokens, which stay in any case.
-        budget: the policy's: slots in all. `dataclasses.replace` of the policy alone
-            gives the new one this budget.
     """
 
     transform: ClassVar[str] = "thresholded"
 
     threshold: int | float
     window: int = 128
-    budget: int | float | None = None
 
     def __post_init__(self) -> None:
         if not getattr(self.policy, "scores_alone", False):
@@ -42,15 +39,9 @@ class Thresholded(Wrapper):
                 f"thresholded: {self.policy.info.name!r} scores a token by what is around it, so no threshold serves for all texts; give a "
                 "policy that scores each token alone, such as knorm"
             )
-        if self.budget is not None:
-            object.__setattr__(
-                self, "policy", dataclasses.replace(cast(ScoreEviction, self.policy), budget=self.budget)
-            )
-        object.__setattr__(self, "budget", cast(ScoreEviction, self.policy).budget)
         check_fields(self, window=0)
-
-    def __str__(self) -> str:
-        return transform_text(self.transform, self.policy, self, without=("budget",))
+        if cast(ScoreEviction, self.policy).round_size > 1:
+            raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds; give it every=1")
 
     @property
     def info(self) -> PolicyInfo:
@@ -71,9 +62,9 @@ class Thresholded(Wrapper):
         scorer = cast(ScoreEviction, self.policy)
         return max(scorer.always_kept(0)[0] + self.window, scorer.least_slots)
 
-    def layer(self, spec: LayerSpec) -> Layer[Any]:
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
-        if inner.traits.dense:
+        if inner.attention == "dense":
             return inner
         scorer = cast(ScoreEviction, self.policy)
         least = self.least_slots if isinstance(scorer.budget, float) else 0
@@ -96,7 +87,7 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
         state = super().init(total)
         return dataclasses.replace(state, budget=jnp.maximum(state.budget, self.least))
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         budget = jnp.maximum(self.policy.row_budgets(self.spec, prompt.seen, prompt.total), self.least)
         first, _ = self.policy.always_kept(budget)
         live = jnp.broadcast_to(prompt.live, scores.shape)
@@ -148,4 +139,4 @@ def thresholded(
     Raises:
         PolicyError: a number is out of range, or the policy scores tokens by what is around them.
     """
-    return Thresholded(policy, threshold, window, budget)
+    return Thresholded(policy if budget is None else policy.with_budget(budget), threshold, window)

@@ -1,10 +1,10 @@
 """Policies around another one, whose cache they keep in another place or form."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-from kvjax.models.config import ModelConfig
+from kvjax.config import ModelConfig
 
 from ..base import Policy, changed_fields
 from ..info import PolicyInfo
@@ -12,7 +12,7 @@ from ..info import PolicyInfo
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Policy):
-    """Base of wrappers: what is said of the policy is said of the wrapper, and a combination is wrapped part by part.
+    """Base of wrappers, which have the info and the budget of the policy within. A combination is wrapped part by part.
 
     Class attributes:
         transform: what is done to the policy; the wrapper's name begins with it.
@@ -26,12 +26,21 @@ class Wrapper(Policy):
     policy: Policy
 
     @property
+    def budget(self) -> int | float | None:
+        """The budget of the policy within, None if it has none."""
+        return getattr(self.policy, "budget", None)
+
+    def with_budget(self, budget: Any) -> Policy:
+        return dataclasses.replace(self, policy=self.policy.with_budget(budget))
+
+    @property
     def info(self) -> PolicyInfo:
         inner = self.policy.info
         return dataclasses.replace(inner, name=f"{self.transform}({inner.name})", transform=self.transform)
 
     def __str__(self) -> str:
-        return transform_text(self.transform, self.policy, self)
+        settings = changed_fields(self, dataclasses.fields(self)[1:])
+        return f"{self.transform}({'; '.join([str(self.policy), *settings])})"
 
     def bind(self, config: ModelConfig) -> Policy:
         """Every part of the policy wrapped by itself, but for those that are already."""
@@ -47,9 +56,3 @@ class Wrapper(Policy):
 
     def validate(self, tokens: int) -> None:
         self.policy.validate(tokens)
-
-
-def transform_text(transform: str, policy: Policy, settings: Policy, without: Iterable[str] = ()) -> str:
-    """A transform of a policy as `get_policy` reads it; the settings are all fields but the first, and those `without` which it is."""
-    fields = [field for field in dataclasses.fields(settings)[1:] if field.name not in without]
-    return f"{transform}({'; '.join([str(policy), *changed_fields(settings, fields)])})"

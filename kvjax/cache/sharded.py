@@ -1,0 +1,224 @@
+"""Slots of a cache sharded among devices that have the same KV heads: which device has which, and how what each finds comes together.
+
+Keys and values are sharded, in turn by runs of `RUN` slots, so that devices have as many tokens as one another however many there are; in one
+part each, all new tokens would go to the last device. Positions, weights, and whatever else a policy knows of slots, are on every
+device: so all choose alike, and a policy that leaves keys and values to the functions of `kvjax.cache` need not know.
+"""
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kvjax.pallas_kernels import Stripes
+
+from .shard import SLOTS
+from .spec import round_slots
+from .state import LayerCache
+
+RUN = 32
+"""Neighbouring slots on one device: groups of so many tokens, and such as divide them, are on one."""
+
+SMALL_GATHER = 1 << 18
+"""Bytes up to which each device is sent what all have and adds it up itself: one communication. Of more, sums are sent, by two."""
+
+
+class Sharded(Protocol):
+    """What of a `LayerCache` tells where slots are; of other stores, too, that are sharded."""
+
+    @property
+    def pos(self) -> Int[Array, "B K C"]:
+        """Positions of all slots."""
+        ...
+
+    @property
+    def slot_shards(self) -> int:
+        """Among how many devices."""
+        ...
+
+
+def local_slots(slots: int, devices: int) -> int:
+    """Slots that each device holds of so many."""
+    return round_slots(-(-slots // (RUN * devices)) * RUN)
+
+
+def sharded_empty(state: Any, devices: int) -> Any:
+    """A layer's state without tokens, of whose slots each device holds its part: they are all alike."""
+
+    def part(x: Array, axis: int, run: int) -> Array:
+        return jax.lax.slice_in_dim(x, 0, local_slots(x.shape[axis] * RUN // run, devices) * run // RUN, axis=axis)
+
+    return _with_kv(state, devices, part)
+
+
+def shard_slots(state: Any, devices: int) -> Any:
+    """A layer's state, a `LayerCache` or one that has it as `cache`, of which each device holds its part; as it is, if that is so."""
+    if state.cache.slot_shards == devices:
+        return state
+    return _with_kv(state, devices, lambda x, axis, run: local_part(x, devices, axis=axis, run=run))
+
+
+def gathered(state: Any) -> Any:
+    """A layer's state that is sharded, whole on every device."""
+    devices, size = state.cache.slot_shards, state.cache.pos.shape[-1]
+
+    def whole(x: Array, axis: int, run: int) -> Array:
+        parts = jax.lax.all_gather(x, SLOTS, axis=axis, tiled=True)
+        return global_order(parts, devices, size * run // RUN, axis=axis, run=run)
+
+    return _with_kv(state, 1, whole)
+
+
+def local_part(
+    x: Shaped[Array, "B K *S"], devices: int, fill: Any = 0, *, axis: int = 2, run: int = RUN
+) -> Shaped[Array, "B K ..."]:
+    """Of what is known of all slots, this device's part; `fill` where there are fewer than would be even.
+
+    Args:
+        axis: of slots, or of what several have together.
+        run: how many there are of a run's slots.
+    """
+    runs = jnp.moveaxis(_runs(x, devices, fill, axis, run), 3, 0)
+    return _flat(jax.lax.dynamic_index_in_dim(runs, _index(), keepdims=False), axis)
+
+
+def shard_order(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
+    """Slots in the order in which devices have them, one device's after the other's; of NumPy or JAX.
+
+    Args:
+        axis, run: as for `own`.
+    """
+    return _flat(_flat(_runs(x, devices, 0, axis, run).swapaxes(2, 3), 2), axis)
+
+
+def global_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = RUN) -> Any:
+    """The first `size` slots, of those in the order of `shard_order`.
+
+    Args:
+        axis, run: as for `own`.
+    """
+    x = _moved(x, axis, 2)
+    runs = x.reshape(*x.shape[:2], devices, -1, run, *x.shape[3:]).swapaxes(2, 3)
+    return _moved(_flat(_flat(runs, 2), 2)[:, :, :size], 2, axis)
+
+
+def slots_of_leaves(state: Any) -> list[int]:
+    """For each array of a layer's sharded state, or of several's, how many slots a device has of the cache that it belongs to; 0 where it belongs
+    to none that is sharded.
+    """
+    found: list[int] = []
+    for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "slot_shards")):
+        devices = getattr(each, "slot_shards", 1)
+        slots = local_slots(each.pos.shape[-1], devices) if devices > 1 else 0
+        found += [slots] * len(jax.tree.leaves(each))
+    return found
+
+
+def local_slot(cache: Sharded, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
+    """Where slots are in this device's part; beyond its end those that are not."""
+    local = local_slots(cache.pos.shape[-1], cache.slot_shards)
+    return jnp.where(slot < cache.pos.shape[-1], _local_slot(slot, cache.slot_shards, local), local)
+
+
+def local_pages(
+    cache: LayerCache, index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int
+) -> tuple[Int[Array, "B R Q"], Bool[Array, "B R S"], int]:
+    """Pages of slots, as `gather_attention` takes them, in this device's part: pages, which of their slots are meant, and slots of a page."""
+    size = math.gcd(page, RUN)  # pages that lie on several devices are read in parts
+    first = index[..., None] * page + jnp.arange(0, page, size, dtype=jnp.int32)
+    first = first.reshape(*index.shape[:2], -1)
+    slots = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*index.shape[:2], -1)
+    meant = live if live.shape[-1] == slots.shape[-1] else jnp.repeat(live, page, axis=-1)
+    meant &= slots < cache.seen[:, None, None]
+    at = local_slot(cache, first)
+    here = at < cache.k.shape[2]
+    return jnp.where(here, at, 0) // size, meant & jnp.repeat(here, size, axis=-1), size
+
+
+def stripes(devices: int) -> Stripes:
+    """Which of a cache's slots this device has, as kernels are told."""
+    return Stripes(RUN, devices, _index())
+
+
+def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
+    """Keys in the same slots of all heads; in those that do not exist, whatever there is."""
+    slot = jnp.minimum(pos, cache.pos.shape[-1] - 1)[:, None]
+    return rows_at(cache.k, slot, cache.slot_shards)
+
+
+def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: int) -> Shaped[Array, "B K S H"]:
+    """What is in slots, each of which exists, of an array that is sharded; the same on all devices."""
+    if devices == 1:
+        return jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip")
+    at = _local_slot(slot, devices, x.shape[2])
+    mine = at < x.shape[2]
+    rows = jnp.take_along_axis(x, jnp.where(mine, at, 0)[..., None], axis=2)
+    return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), rows.dtype)), SLOTS)
+
+
+def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: int) -> Float[Array, "*S H"]:
+    """Attention over all slots, of what each device has found over its own; see `Attended`.
+
+    Devices without a live slot count nothing. All compute the same numbers in the same order, so they have the same bits.
+    """
+    parts = jnp.concatenate([out.astype(jnp.float32), logsumexp[..., None]], axis=-1)
+    small = 4 * parts.size * devices <= SMALL_GATHER
+    if small:
+        parts = jax.lax.all_gather(parts, SLOTS)
+        top = jnp.max(parts[..., -1], axis=0)
+    else:
+        top = jax.lax.pmax(logsumexp, SLOTS)
+    share = jnp.exp(parts[..., -1:] - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
+    weighted = jnp.concatenate([share * parts[..., :-1], share], axis=-1)
+    total = jnp.sum(weighted, axis=0) if small else jax.lax.psum(weighted, SLOTS)
+    return (total[..., :-1] / jnp.maximum(total[..., -1:], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)
+
+
+def _runs(x: Any, devices: int, fill: Any, axis: int, run: int) -> Any:
+    """Slots as [B, K, L / run, devices, run, ...], filled up to L for each device."""
+    x = _moved(x, axis, 2)
+    local, numbers = local_slots(x.shape[2] * RUN // run, devices) * run // RUN, _numbers(x)
+    padding = [(0, 0), (0, 0), (0, local * devices - x.shape[2]), *[(0, 0)] * (x.ndim - 3)]
+    padded = numbers.pad(x, padding, constant_values=fill)
+    return padded.reshape(*x.shape[:2], local // run, devices, run, *x.shape[3:])
+
+
+def _flat(runs: Any, axis: int) -> Any:
+    """Axes 2 and 3 as one, which is then that one."""
+    return _moved(runs.reshape(*runs.shape[:2], -1, *runs.shape[4:]), 2, axis)
+
+
+def _moved(x: Any, source: int, to: int) -> Any:
+    return x if source == to else _numbers(x).moveaxis(x, source, to)
+
+
+def _numbers(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _local_slot(slot: Int[Array, "*S"], devices: int, local: int) -> Int[Array, "*S"]:
+    """Where slots are among the `local` ones of this device; `local` for those that are not."""
+    run, place = slot // RUN, slot % RUN
+    return jnp.where(run % devices == _index(), run // devices * RUN + place, local)
+
+
+def _index() -> Int[Array, ""]:
+    """Which of the devices this one is."""
+    return jax.lax.axis_index(SLOTS).astype(jnp.int32)
+
+
+def _with_kv(state: Any, devices: int, change: Any) -> Any:
+    """The state with `change(x, axis, run)` of each array of its keys and values, see `own`."""
+    held = state.cache
+    slots = local_slots(held.pos.shape[-1], held.slot_shards) if held.slot_shards > 1 else held.pos.shape[-1]
+
+    def changed(x: Array, axis: int) -> Array:
+        return change(x, axis, RUN * x.shape[axis] // slots)
+
+    k, v = jax.tree.map(changed, (held.k, held.v), held.slot_axes)
+    kept = dataclasses.replace(held, k=k, v=v, slot_shards=devices)
+    return kept if state.cache is state else dataclasses.replace(state, cache=kept)

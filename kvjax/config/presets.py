@@ -1,0 +1,88 @@
+"""Configurations of well-known models, for benchmarks and memory plans that need no weights."""
+
+from .model import ModelConfig
+from .rope import Llama3, RopeConfig
+
+PRESETS = {
+    "llama-3.1-8b": ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=131072,
+        rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+    ),
+    "llama-3.1-70b": ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=131072,
+        rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
+    ),
+    "llama-2-7b": ModelConfig(
+        family="llama",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        max_position=4096,
+        rope=RopeConfig(theta=10000.0, dim=128),
+    ),
+    "qwen2.5-7b": ModelConfig(
+        family="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position=32768,
+        rope=RopeConfig(theta=1000000.0, dim=128),
+        norm_eps=1e-6,
+        qkv_bias=True,
+    ),
+    "smollm2-135m": ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_position=8192,
+        rope=RopeConfig(theta=100000.0, dim=64),
+        tied=True,
+    ),
+}
+"""Configurations by name."""
+
+_HUB = {
+    "meta-llama/llama-3.1-8b": "llama-3.1-8b",
+    "meta-llama/llama-3.1-70b": "llama-3.1-70b",
+    "meta-llama/llama-2-7b": "llama-2-7b",
+    "qwen/qwen2.5-7b": "qwen2.5-7b",
+    "huggingfacetb/smollm2-135m": "smollm2-135m",
+}
+"""Presets by Hugging Face hub id of the base model, in lower case."""
+
+
+def find_preset(name: str) -> ModelConfig | None:
+    """Configuration by preset name or hub id, of base or instruction-tuned models; None if there is none."""
+    base = name.lower()
+    for ending in ("-instruct", "-hf", "-chat"):
+        base = base.removesuffix(ending)
+    return PRESETS.get(_HUB.get(base, base))

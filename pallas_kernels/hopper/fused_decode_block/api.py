@@ -1,0 +1,45 @@
+"""Public function. Its `Op` picks the Hopper kernel or one call per matmul."""
+
+from jaxtyping import Array, Float
+
+from ...op import Implementation, Op
+from .reference import multiply_apart
+from .types import BlockOutput, BlockWeights
+
+_OP = Op("fused_decode_block", __name__, gpu=("pallas_mosaic_gpu",))
+
+
+def fused_decode_block(
+    attended: Float[Array, "B A"],
+    x: Float[Array, "B D"],
+    weights: BlockWeights,
+    *,
+    implementation: Implementation = "auto",
+) -> BlockOutput:
+    """Output projection, gated MLP (Shazeer 2020) and the next layer's QKV projection, with residuals and RMS norms.
+
+    On Hopper GPUs this is one kernel instead of four. Copies of weights continue while its programs wait for each other
+    at a grid barrier. The kernel rounds normed inputs before it divides them by their root mean square, instead of
+    after.
+
+    The kernel supports weights that are all bfloat16, all int8 or all 4-bit. 4-bit weights must have the form of
+    `weights="int4"`, with or without minima, and at most 4 sequences. Quantised codes are exact in bfloat16: they are
+    multiplied directly, and the sums are scaled in float32.
+
+    Args:
+        attended: output of attention, with heads concatenated.
+        x: the residual stream before `attended` is added.
+        weights: weights of this layer's output projection and MLP, and of the next layer's attention.
+        implementation: "auto" picks the Hopper kernel if it supports the case. Otherwise every matmul is a separate
+            call. The kernel has no interpret mode.
+
+    Returns:
+        The residual stream, and the next layer's queries, keys and values, without biases and rotation.
+
+    Raises:
+        Unsupported: the requested implementation does not support this case.
+    """
+    kernel = _OP.kernel(attended, x, weights, implementation=implementation)
+    if kernel is not None:
+        return BlockOutput(*kernel(attended, x, weights))
+    return BlockOutput(*multiply_apart(attended, x, weights, implementation))
