@@ -1,15 +1,15 @@
-"""What reading a prompt in blocks costs in quality, by the size of the blocks and against the whole prompt.
+"""Quality loss of chunked prefill, by block size, beside whole prompts.
 
     python -m reproduction.block_sizes --text BOOK.txt --text OTHER.txt --length 8192 --policies snapkv,treekv --jobs 6
 
-For each policy and size of block: perplexity of the text that follows a prompt (`reproduction.analyses.continuation`), and scores in tasks of
-RULER, asked twice: with the question out of the policy's sight, so that it comes when all of the prompt has been read, and with the
-question at the end of what is read. Of that only the last token is read as new tokens are, so that both run in the same programs.
-A block of 0 is the whole prompt. Policies that need it whole have that row alone.
+For each policy and block size there are two measures: perplexity of the text that follows a prompt (`reproduction.analyses.continuation`),
+and scores in tasks of RULER. Tasks are asked twice: question-agnostic, where the question follows the compressed prompt, and question-aware,
+where it is part of the prompt. In the second case only the question's last token is read after the prompt, so both run in the same programs.
+A block of 0 is the whole prompt. Policies that do not support chunked prefill have only that row.
 
-All tasks' samples run as one batch, and as many texts. A result file that is there is gone on with. With `--lock FILE` several runs
-compile beside each other, and measure one after the other; `--merge PART...` makes one file of theirs. A run compiles all it is to
-measure before it measures: Python that traces programs holds up Python that runs them.
+The samples of all tasks run as one batch, and so do as many texts. A run continues an existing result file. With `--lock FILE` several runs
+compile at the same time and measure one after the other. `--merge PART...` makes one file of their results. A run compiles everything before
+it measures, since tracing would slow down the measurements.
 """
 
 import argparse
@@ -41,7 +41,7 @@ POLICIES = (
     "full,streaming_llm,snapkv,pyramidkv,adakv,chunkkv,expected_attention,h2o,tova,keydiff,knorm,treekv,chelsea,"
     "clusterkv,kivi,rkv"
 )
-"""Those that need no profile of the model, but CaM, which reads token by token whatever the size of blocks."""
+"""Policies that need no profile of the model. CaM is excluded: it reads token by token whatever the block size."""
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def make_suite(params: kvjax.Params, args: argparse.Namespace) -> Suite:
 
 
 def passages(params: kvjax.Params, paths: Sequence[Path], count: int, size: int) -> list[list[int]]:
-    """So many passages of `size` tokens, sharded from the texts in turn, from their beginnings on."""
+    """`count` passages of `size` tokens, taken from the beginnings of the texts alternately."""
     assert params.tokenizer is not None
     tokens = [params.tokenizer.encode(path.read_text(encoding="utf-8")) for path in paths]
     found = [tokens[i % len(paths)][i // len(paths) * size :][:size] for i in range(count)]
@@ -157,7 +157,7 @@ def row(params: kvjax.Params, engine: "Reading", suite: Suite, texts: list[list[
 
 
 class Reading(Roomy):
-    """What answers the suite's tasks, and what `continuation` runs with texts of its sizes."""
+    """An engine with the programs for the suite's tasks and for `continuation` at the same sizes."""
 
     def compile_all(self) -> None:
         super().compile_all()
@@ -173,11 +173,11 @@ def merge(parts: Sequence[Path], out: Path) -> None:
 
 
 def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0) -> str:
-    """Scores with the question unseen and seen and perplexity, one row per policy, one column per size of block; and who loses by them.
+    """Question-agnostic and question-aware scores and perplexity, one row per policy, one column per block size, and the policies that lose.
 
     Args:
-        size: of the blocks that are set against whole prompts.
-        points: losses up to so many, of a hundred, are not named.
+        size: block size that is compared with whole prompts.
+        points: losses up to this many percentage points are not listed.
     """
     measured = {(row["policy"], row["block"]): row for row in rows}
     sizes = sorted({block for _, block in measured})
@@ -203,13 +203,13 @@ def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0
 
 
 def cells(row: dict[str, Any]) -> tuple[str, str, str]:
-    """What a row found with the question unseen and seen, in percent, and its perplexity."""
+    """A row's question-agnostic and question-aware scores, in percent, and its perplexity."""
     unseen, seen = (100 * np.mean(list(row[sight].values())) for sight in ("unseen", "seen"))
     return f"{unseen:.0f}", f"{seen:.0f}", f"{np.exp(np.mean(row['nll'])):.2f}"
 
 
 def scores(engine: Reading, params: kvjax.Params, suite: Suite, ahead: int) -> dict[str, list[float]]:
-    """Each task's scores, where of a question all but the last `-ahead` tokens, or none for 0, are read with the prompt."""
+    """Each task's scores, with the question up to index `ahead` as part of the prompt; 0 for a prompt without it."""
     assert params.tokenizer is not None
     asked = [
         (task, example, pair)
@@ -229,7 +229,7 @@ def scores(engine: Reading, params: kvjax.Params, suite: Suite, ahead: int) -> d
 
 
 def line(row: dict[str, Any]) -> str:
-    """What is printed of a row. Perplexity is exp of the mean over all predicted tokens of all texts."""
+    """A row as it is printed. Perplexity is exp of the mean over all predicted tokens of all texts."""
     means = {name: 100 * np.mean(list(row[name].values())) for name in ("unseen", "seen")}
     return (
         f"{row['policy']:20s} block {row['block'] or 'all':>5}  perplexity {np.exp(np.mean(row['nll'])):7.3f}  "

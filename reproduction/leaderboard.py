@@ -1,20 +1,20 @@
 """Every policy at the same bytes held, on RULER, LongBench and GSM8K: docs/leaderboard.md.
 
-    python -m reproduction.leaderboard --model MODEL --out part.jsonl --seconds 500     # again and again: goes on until all is done
+    python -m reproduction.leaderboard --model MODEL --out part.jsonl --seconds 500     # repeat until it is done
     python -m reproduction.leaderboard --model MODEL --out part-2.jsonl --part 2/5      # a fifth of the work, on a machine of its own
     python -m reproduction.leaderboard --merge part*.jsonl        # writes reproduction/results/leaderboard-<device>.json, the page, the picture
-    python -m reproduction.leaderboard --merge reproduction/results/leaderboard-h200.json part*.jsonl   # the same with what has come since
-    python -m reproduction.leaderboard --export FOLDER part*.jsonl                      # the same as kvpress' leaderboard has results
+    python -m reproduction.leaderboard --merge reproduction/results/leaderboard-h200.json part*.jsonl   # add new parts
+    python -m reproduction.leaderboard --export FOLDER part*.jsonl                      # in the format of kvpress' leaderboard
     python -m reproduction.leaderboard --render                                         # the page again, from the result file
 
-A budget means different things to different methods; here each gets the largest at which it holds a given share of the full cache's
-bytes, room for question and answer included. Policies that cannot hold so little say so. The prompt is compressed before its question is
-known; those of `--seeing`, which score tokens by queries, are asked with the question in sight as well.
+A budget means something else to each method. Here each policy gets the largest budget at which it holds a given share of the full cache's
+bytes, with room for question and answer. The page lists the policies that cannot hold so few bytes. The prompt is compressed before its
+question is known (question-agnostic). The policies of `--seeing`, which score tokens by queries, are measured question-aware as well.
 
-All tasks of a suite share one compiled program for each policy and share; off GPUs programs are compiled in threads while others run.
-Budgets are sought on the host, which takes minutes; `--budgets FILE` keeps them, as `reproduction/equal_bytes/budgets-qwen2.5-coder-1.5b.jsonl` has those of RULER at 4k.
-Batches go round: `--batch` samples of every task for every policy, then as many again, so that all policies that a run which was cut
-short has asked twice it has asked once. A second process compiles anew: on a bare machine let a batch be all samples, that is one round.
+All tasks of a suite share one compiled program for each policy and share. Except on GPUs, programs are compiled in threads while others run.
+The search for budgets takes minutes on the host. `--budgets FILE` saves them; `reproduction/equal_bytes/budgets-qwen2.5-coder-1.5b.jsonl` has
+those of RULER at 4k. A round asks every policy `--batch` samples of every task, so an interrupted run has asked all policies almost equally.
+Each process compiles again. On a machine without a compilation cache use one round: `--batch` of all samples.
 """
 
 import argparse
@@ -64,7 +64,9 @@ def main() -> None:
     )
     parser.add_argument("--qa-1", type=Path, default=None, help="SQuAD 2's dev-v2.0.json, for RULER's qa_1")
     parser.add_argument("--qa-2", type=Path, default=None, help="HotpotQA's dev file, for RULER's qa_2")
-    parser.add_argument("--out", type=Path, default=Path("leaderboard.jsonl"), help="JSON lines; what is there goes on")
+    parser.add_argument(
+        "--out", type=Path, default=Path("leaderboard.jsonl"), help="JSON lines; an existing file is continued"
+    )
     parser.add_argument(
         "--merge", type=Path, nargs="+", metavar="PART", help="make the result file and the page of these"
     )
@@ -84,7 +86,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run what is not in the file yet, as far as time allows."""
+    """Run what is not in the file yet, within the time limit."""
     clock = Clock(args.seconds)
     params = kvjax.load(args.model, dtype=args.dtype)
     form = models.chat_format(params)
@@ -119,7 +121,7 @@ def measure(args: argparse.Namespace) -> None:
 def run_all(
     args: argparse.Namespace, params: kvjax.Params, work: Sequence[Batch], results: ResultFile, clock: Clock
 ) -> int:
-    """Run batches in order; how many are left when time is up. What fails is told, and left out."""
+    """Run batches in order and return how many are left. Errors are printed, and the policy is skipped."""
 
     def made(cell: Cell) -> Roomy:
         engine = Roomy(params, cell.fitted or cell.policy, cell.suite, args.batch, cell.seen)
@@ -156,7 +158,7 @@ def run_all(
 
 
 def head(args: argparse.Namespace, params: kvjax.Params, form: Format, suites: Sequence[Suite]) -> dict[str, Any]:
-    """What the file begins with. Runs that share it may differ in policies, shares and samples; in these they may not."""
+    """The header of the file. Runs with the same file may differ in policies, shares and samples, but not in this."""
     device = jax.devices()[0]
     return header(
         model=models.named(args.model),
@@ -170,13 +172,13 @@ def head(args: argparse.Namespace, params: kvjax.Params, form: Format, suites: S
 
 
 def samples_of(row: dict[str, Any], count: int) -> set[tuple[Any, ...]]:
-    """So many samples, each by what makes it the one it is, from the first of a row or batch on."""
+    """Identifiers of the first `count` samples of a row or batch."""
     of = tuple(row[name] for name in ("suite", "policy", "target", "seen", "task"))
     return {(*of, row["first"] + i) for i in range(count)}
 
 
 def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse to go on with a file in which a policy has held other bytes at the same share.
+    """Refuse to continue a file in which a policy held other bytes at the same share.
 
     Raises:
         SystemExit: it has.
@@ -191,7 +193,7 @@ def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) 
 
 
 def part(planned: Sequence[Wanted], which: str) -> list[Wanted]:
-    """The i-th of n parts, sharded one by one so that all have their share of every budget.
+    """The i-th of n parts; every n-th entry, so that each part has entries of every budget.
 
     Raises:
         SystemExit: it is not of the form I/N.
@@ -203,7 +205,7 @@ def part(planned: Sequence[Wanted], which: str) -> list[Wanted]:
 
 
 def line(batch: Batch, row: dict[str, Any], seconds: float) -> str:
-    """What is printed of a batch."""
+    """A batch as it is printed."""
     cell, scores = batch.cell, row["scores"]
     share = "" if cell.target is None else f"{100 * cell.target:g} %"
     seen = "seen" if cell.seen else "unseen"

@@ -1,11 +1,10 @@
-"""All profiles of a model's heads that policies want, as `kvjax calibrate` makes them.
+"""Make all profiles of a model's heads that policies need, as `kvjax calibrate` does.
 
     python -m reproduction.make_profiles --model MODEL        # into kvjax/policies/profiles, where the library finds them
     python -m reproduction.make_profiles --model MODEL --out FOLDER --methods catekv,chelsea
-    python -m reproduction.make_profiles --model MODEL --commands                 # only tell the commands that do the same
+    python -m reproduction.make_profiles --model MODEL --commands                 # print the equivalent commands
 
-The model is loaded once. A profile that is there, made of the same model and text with the same settings, is not made again, so a run that
-was cut short goes on with the next one.
+The model is loaded once. Existing profiles of the same model, text and settings are kept, so an interrupted run continues.
 """
 
 import argparse
@@ -61,7 +60,7 @@ RECIPES = {
 
 
 def main() -> None:
-    """Make what is not there."""
+    """Make the profiles that do not exist yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="any source that kvjax.load takes; by default the default model")
     parser.add_argument("--dtype", default="float32", help="type of the weights")
@@ -69,7 +68,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, default=Path(shared) / "data" / "text", help="folder of texts")
     parser.add_argument("--methods", default=",".join(RECIPES), help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
-    parser.add_argument("--commands", action="store_true", help="make nothing, tell the commands")
+    parser.add_argument("--commands", action="store_true", help="only print the commands")
     args = parser.parse_args()
     chosen = args.methods.split(",")
     if unknown := [name for name in chosen if name not in RECIPES]:
@@ -90,7 +89,7 @@ def path(folder: Path, name: str, config: ModelConfig) -> Path:
 
 
 def command(name: str, texts: Path, out: Path, model: str | None, dtype: str) -> list[str]:
-    """What `make` does, as a command."""
+    """The command that does the same as `make`."""
     recipe = RECIPES[name]
     parts = ["kvjax", "calibrate", name, "--out", str(out), "--dtype", dtype]
     parts += [] if model is None else ["--model", model]
@@ -103,7 +102,7 @@ def command(name: str, texts: Path, out: Path, model: str | None, dtype: str) ->
 
 
 def make(params: kvjax.Params, name: str, texts: Path, out: Path) -> bool:
-    """Make one profile, unless it is there; whether it had to be made."""
+    """Make one profile unless it exists; return whether it was made."""
     recipe, method = RECIPES[name], METHODS[name]
     files = [texts / text for text in recipe.texts]
     samples, data = method.tokens(params, files, recipe.samples, recipe.length)
@@ -124,7 +123,7 @@ def _there(out: Path, name: str, params: kvjax.Params, data: str, settings: Any)
         return False
     try:
         found = load(out, METHODS[name].profile)
-    except PolicyError:  # of another version: it is made anew
+    except PolicyError:  # of another version: it is made again
         return False
     return (found.method, found.model, found.data, dict(found.settings)) == (
         name,
@@ -135,7 +134,7 @@ def _there(out: Path, name: str, params: kvjax.Params, data: str, settings: Any)
 
 
 def _told(name: str) -> Callable[[int, int], None]:
-    """Prints how far it is, ten times or less."""
+    """A function that prints the progress, at most ten times."""
 
     def progress(done: int, total: int) -> None:
         if done == total or done % max(total // 10, 1) == 0:

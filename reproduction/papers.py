@@ -1,15 +1,15 @@
 """Test the papers' claims about quality on a real model, and write docs/reproduction.md.
 
     python -m reproduction.papers --model MODEL       # every section; writes reproduction/results/reproduction-<model>-<device>.json
-    python -m reproduction.papers --model MODEL --seconds 500    # for so long: the next run goes on with what is left
-    python -m reproduction.papers treekv chunkkv      # these sections (all of a paper by its name), the others as they are
-    python -m reproduction.papers treekv --again      # measured anew: what there is goes; later runs go on without --again
+    python -m reproduction.papers --model MODEL --seconds 500    # time limit: the next run continues
+    python -m reproduction.papers treekv chunkkv      # only these sections; a paper's name means all of its sections
+    python -m reproduction.papers treekv --again      # measure them again; continue without --again
     python -m reproduction.papers --render            # the page again, from the result files of all models
-    python -m reproduction.papers --small --out small.json    # sizes for a CPU: does all run?
+    python -m reproduction.papers --small --out small.json    # small sizes, to test that everything runs
 
-`--texts` is a folder with whole books as `books/*.txt` and `wikitext-2/test.txt` to calibrate on, `--data` one of LongBench's and
-GSM8K's files. What a section has measured so far is kept beside the result file, method by method. Several processes may measure
-different sections at the same time; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false for them.
+`--texts` is a folder with whole books (`books/*.txt`) and a text for calibration (`wikitext-2/test.txt`). `--data` is a folder with the files of
+LongBench and GSM8K. The finished parts of a section are saved beside the result file. Several processes may measure different sections at
+the same time; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false for them.
 """
 
 import argparse
@@ -40,10 +40,12 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", help=f"all by default; of {', '.join(page.sections())}")
     parser.add_argument("--texts", type=Path, default=models.SHARED / "text", help="folder of texts")
     parser.add_argument("--data", type=Path, default=models.SHARED / "tasks", help="folder of tasks")
-    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long")
+    parser.add_argument("--seconds", type=float, default=None, help="start nothing after this time")
     parser.add_argument("--threads", type=int, default=4, help="programs compiled and run at a time")
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU; nothing is to be concluded from them")
-    parser.add_argument("--again", action="store_true", help="measure these sections anew, also if they are there")
+    parser.add_argument("--small", action="store_true", help="small sizes for a CPU; the results mean nothing")
+    parser.add_argument(
+        "--again", action="store_true", help="measure these sections again even if they are in the file"
+    )
     parser.add_argument("--render", action="store_true", help="measure nothing, write the page")
     parser.add_argument("--out", type=Path, help="result file; one of another place is not rendered")
     args = parser.parse_args()
@@ -51,14 +53,12 @@ def main() -> None:
         render([args.out] if args.out else recorded())
         return
     if args.small and args.out is None:
-        parser.error("--small measures nothing that is to be kept: give a file of its own as --out")
+        parser.error("the results of --small mean nothing: give another file as --out")
     names, end = chosen(args.sections), None if args.seconds is None else time.monotonic() + args.seconds
     bench, header = prepared(args)
     name = page.model({"header": header}).split("-Instruct")[0].lower()
     out = args.out or RESULTS / f"reproduction-{name}-{report.device_slug()}.json"
-    there = {
-        row["section"]: row for row in report.begun(out, header)[1]
-    }  # what does not fit is told before anything runs
+    there = {row["section"]: row for row in report.begun(out, header)[1]}  # fails early if the file does not fit
     for name in names:
         if name in there and not args.again and not new_claims(name, there[name]):
             continue
@@ -100,15 +100,15 @@ def main() -> None:
 
 
 def comparisons(section: str) -> list[list[str]]:
-    """What a section's claims compare: measure, place, and two methods."""
+    """Measure, place and two methods of each comparison in a section's claims."""
     pairs = (pair for claim in page.sections()[section].CLAIMS for pair in claim.pairs)
     return [[pair.claim.measure, pair.claim.at, pair.claim.method, pair.other] for pair in pairs]
 
 
 def new_claims(section: str, row: dict[str, Any]) -> list[list[str]]:
-    """Comparisons that have come since a section was measured; of files that do not say what was compared then, those without numbers.
+    """Comparisons that were added after a section was measured. Where the file does not list its comparisons, those without numbers.
 
-    What a section had and could not measure, such as a text longer than the model reads, is not measured again.
+    What a section could not measure, such as a text that is too long for the model, is not measured again.
     """
     if "claims" in row:
         return [each for each in comparisons(section) if each not in row["claims"]]
@@ -117,7 +117,7 @@ def new_claims(section: str, row: dict[str, Any]) -> list[list[str]]:
 
 
 def keeper(jobs: ResultFile) -> Callable[[str, Any], None]:
-    """What writes results of jobs down, one at a time, whichever threads they come from."""
+    """A function that writes results of jobs, one at a time, from any thread."""
     lock = threading.Lock()
 
     def keep(job: str, result: Any) -> None:
@@ -137,7 +137,7 @@ def chosen(given: list[str]) -> list[str]:
 
 
 def prepared(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
-    """What sections measure with, and what the result file begins with."""
+    """The bench of the sections, and the header of the result file."""
     params = kvjax.load(args.model, dtype=args.dtype)
     books = sorted((args.texts / "books").glob("*.txt"))
     bench = Bench(params, books, args.texts / "wikitext-2" / "test.txt", args.small, args.threads, args.data)
@@ -153,7 +153,7 @@ def prepared(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """No other process that asks for this writes beside it."""
+    """Hold a lock on the file's folder against other processes of this program."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10, help="of every task")
     parser.add_argument("--share", type=float, default=0.25, help="of the length, the tokens that are kept")
     parser.add_argument("--batch", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long; the next run goes on")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="start nothing after this time; the next run continues"
+    )
     parser.add_argument("--text", type=Path, default=models.BOOK)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -129,7 +131,7 @@ def ask(args: argparse.Namespace) -> None:
         "suite": suite.settings,
         **settings,
     }
-    results = ResultFile(args.folder / "ours.jsonl", header(**told))  # refuses to go on with other ones
+    results = ResultFile(args.folder / "ours.jsonl", header(**told))  # refuses to continue with others
     (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     done = {(row["method"], row["prompt"]) for row in results.rows}

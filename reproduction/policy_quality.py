@@ -1,11 +1,11 @@
-"""What each policy costs in quality, at several budgets, against the full cache.
+"""Quality loss of each policy at several budgets, beside the full cache.
 
     python -m reproduction.policy_quality --text BOOK.txt --text OTHER.txt
 
-The beginning of every text is prefilled under a policy, the rest is read token by token through what it kept
-(`reproduction.analyses.continuation`): perplexity of that rest, and how often the top-1 token is that of the full cache.
-Budgets are fractions of the whole text, prompt and rest. What a budget limits differs: policies that compress only the prompt
-keep the rest in addition, and policies that read a selection keep everything; the table gives the bytes that are really held.
+The beginning of every text is prefilled under a policy, and the rest is read token by token through the compressed cache
+(`reproduction.analyses.continuation`). The measures are perplexity of the rest, and how often the top-1 token is the full cache's. Budgets are
+fractions of the whole text. They limit different things: policies that compress only the prompt keep the rest in addition, and sparse
+policies keep everything. So the table also gives the bytes held.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     prepare(args)
     total = args.prompt + args.scored
     policies = chosen(split_policies(args.policies), [float(budget) for budget in args.budgets.split(",")])
-    for policy in policies:  # what cannot work is told before anything runs
+    for policy in policies:  # fails early if a policy cannot work
         policy.bind(SHARED["params"].config).validate(total)
     header = report.header(
         model=models.named(args.model),

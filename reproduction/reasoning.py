@@ -1,12 +1,11 @@
-"""What policies cost a model that reasons: GSM8K without solved examples, where what the model writes fills the cache.
+"""Quality loss of policies while a model reasons: GSM8K without solved examples, where generated tokens fill the cache.
 
     python -m reproduction.make_profiles --model MODEL --methods triattention --out PROFILES
-    python -m reproduction.reasoning --model MODEL --data GSM8K.jsonl --profiles PROFILES --out part.jsonl   # goes on where it was
+    python -m reproduction.reasoning --model MODEL --data GSM8K.jsonl --profiles PROFILES --out part.jsonl   # continues
     python -m reproduction.reasoning --record part.jsonl     # writes reproduction/results/reasoning-<device>.json and docs/quality.md
 
-Every policy has the same budget, in slots of each head, for the problem and what is written. All answer the same problems, decoding
-greedily. Batches go round: the first problems under every policy, then the next. Off GPUs programs are compiled in threads while others run,
-on GPUs each policy's in its turn.
+Every policy has the same budget, in slots of each head, for the problem and the generated tokens. All answer the same problems with greedy
+decoding. A round asks every policy one batch of problems. On GPUs each policy is compiled in its turn, elsewhere in threads while others run.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from reproduction.make_profiles import path as profile_path
 from reproduction.sections import Section, device
 
 POLICIES = "full,rkv,triattention,recompress(snapkv; every=128),h2o,treekv,streaming_llm"
-"""Those made for models that reason, and those that evict with every token."""
+"""Policies for models that reason, and policies that evict with every token."""
 
 
 def main() -> None:
@@ -42,7 +41,7 @@ def main() -> None:
     parser = models.parser(__doc__, "bfloat16")
     parser.add_argument("--data", type=Path, default=models.SHARED / "tasks/gsm8k/test.jsonl", help="GSM8K's problems")
     parser.add_argument("--policies", default=POLICIES, help="as kvjax takes them, without budgets")
-    parser.add_argument("--profiles", type=Path, help="folder of profiles, for policies of which kvjax has none")
+    parser.add_argument("--profiles", type=Path, help="folder of profiles that kvjax does not include")
     parser.add_argument("--budget", type=int, default=256, help="slots of each head")
     parser.add_argument("--new-tokens", type=int, default=1024, help="of an answer at most")
     parser.add_argument("--samples", type=int, default=256, help="problems, from the file's beginning")
@@ -51,7 +50,9 @@ def main() -> None:
         "--ahead", type=int, help="policies compiled at a time, while others run; by default 4, and none on GPUs"
     )
     parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
-    parser.add_argument("--out", type=Path, default=Path("reasoning.jsonl"), help="JSON lines; what is there goes on")
+    parser.add_argument(
+        "--out", type=Path, default=Path("reasoning.jsonl"), help="JSON lines; an existing file is continued"
+    )
     parser.add_argument("--record", type=Path, metavar="PART", help="make the result file and the section of this one")
     parser.add_argument("--render", action="store_true", help="write the page's section from the result file")
     args = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Answer what has no answer yet, as far as time allows. What fails is told, and left out."""
+    """Answer what has no answer yet, within the time limit. Errors are printed, and the batch is skipped."""
     clock = Clock(args.seconds)
     params = kvjax.load(args.model, dtype=args.dtype)
     task = GSM8K(str(args.data), None, shots=0, samples=args.samples, max_new_tokens=args.new_tokens)

@@ -2,9 +2,8 @@
 
     python -m reproduction.streaming_perplexity --text BOOK.txt
 
-For every policy the text is read token by token into a cache that starts empty; `full` keeps everything (computed in one
-pass, which is the same). The table gives the perplexity of each part of the text, so that what happens beyond the trained
-window can be told from what happens within. The default budget is TreeKV's setting (He et al. 2025, section 5.2): 1024
+For every policy the text is read token by token into an empty cache. `full` keeps everything, and is computed in one pass with the
+same result. The table gives the perplexity of each part of the text, within and beyond the trained window. The default budget is TreeKV's setting (He et al. 2025, section 5.2): 1024
 slots = 4 sinks + 512 tree + 508 recent.
 """
 

@@ -1,8 +1,8 @@
-"""What weights in 8 and 4 bits cost in quality: perplexity and tasks of RULER beside the same model in floats, with the full cache.
+"""Quality loss of 8-bit and 4-bit weights: perplexity and tasks of RULER beside the same model in floats, with the full cache.
 
     python -m reproduction.weights_quality --model MODEL --text BOOK.txt --text OTHER.txt --length 4096 --dtype bfloat16
 
-A result file that is there is gone on with. `--render` writes the section of docs/howto/weights.md, from reproduction/results/weights-quality-<device>.json.
+A run continues an existing result file. `--render` writes the section of docs/howto/weights.md, from reproduction/results/weights-quality-<device>.json.
 """
 
 import argparse

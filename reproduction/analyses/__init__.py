@@ -1,1 +1,1 @@
-"""Measures of the papers' claims that only benchmarks ask for; those that serve users too are in `kvjax.analysis`."""
+"""Analyses that only the papers' claims need; those for users are in `kvjax.analysis`."""

@@ -1,11 +1,11 @@
-"""What of Chelsea costs what: sizes of its clusters, what attention they get, how keys shrink, and what that does to outputs and text.
+"""Where Chelsea loses quality: sizes of clusters, the attention they get, shrunken keys, and the effect on outputs and text.
 
     python -m reproduction.analyses.chelsea_clusters --model MODEL     # writes reproduction/results/chelsea-clusters-<model>-<device>.json
     python -m reproduction.analyses.chelsea_clusters --prompt 1024 --scored 64 --texts 1 --out small.json      # for a CPU
 
-For every variant of `VARIANTS` and every text: keys and values of the text's beginning, as the plain model has them, are clustered, and
-the queries after it attend to the clusters. Outputs are compared with those of full attention; then the text is read on through the
-cache, and what its tokens lose in log-probability over the full cache is told. What is measured is kept, and a run that was cut short goes on.
+For every variant of `VARIANTS` and every text, the keys and values of the text's beginning are clustered, as the plain model computes
+them. The queries after it attend to the clusters, and the outputs are compared with those of full attention. Then the rest of the text is
+read through the cache, and its negative log-likelihood is recorded beside that of the full cache. An interrupted run continues.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from reproduction.analyses.continuation import continuation
 from reproduction.sections import RESULTS
 
 SIZES = (1, 2, 8, 64)
-"""Clusters are told apart by the least size that they have of these."""
+"""Lower bounds of the classes of cluster sizes."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "the paper's": {},
@@ -50,14 +50,16 @@ STOPPED = "the paper's, not merged in decoding"
 
 
 def main() -> None:
-    """Measure what is not there yet, and write the result file."""
+    """Measure what is missing, and write the result file."""
     parser = models.parser(__doc__, "float32")
     parser.add_argument("--folder", type=Path, default=models.SHARED / "text/books", help="folder of texts, *.txt")
     parser.add_argument("--texts", type=int, default=4, help="how many are read")
     parser.add_argument("--prompt", type=int, default=7168, help="tokens that are clustered")
     parser.add_argument("--scored", type=int, default=512, help="tokens after them")
     parser.add_argument("--budget", type=float, default=0.125)
-    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long; the next run goes on")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="start nothing after this time; the next run continues"
+    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     end = None if args.seconds is None else time.monotonic() + args.seconds
@@ -91,7 +93,7 @@ def main() -> None:
 
 
 def policies(budget: float) -> dict[str, Policy]:
-    """All that is compared; heads are all clustered."""
+    """All policies that are compared. All heads are clustered."""
     paper = Chelsea(budget=budget, outliers=False)
     found: dict[str, Policy] = {name: dataclasses.replace(paper, **options) for name, options in VARIANTS.items()}
     return {"full": Full(), **found, STOPPED: prompt_only(paper)}

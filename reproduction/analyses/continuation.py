@@ -1,4 +1,4 @@
-"""What compressing a prompt costs: the text that follows it, read through what a policy kept."""
+"""Quality loss of a compressed prompt: perplexity of the text that follows it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def continuation(
         texts: token ids, all of one length; one batch.
         prompt_tokens: tokens of each text that are its prompt.
         budget: as for `generate`, where a fraction is one of the whole text.
-        prefill_block: read the prompts in blocks of so many tokens.
+        prefill_block: tokens of a block, for chunked prefill.
         progress: called with tokens read after the prompt, and in all.
 
     Returns:

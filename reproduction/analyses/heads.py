@@ -29,7 +29,7 @@ def recall(layers: Sequence[Recorded], kept: Bool[np.ndarray, "L K T"]) -> Float
 
 
 def top_recall(layers: Sequence[Recorded], prompt: int, budget: int) -> Float[np.ndarray, "L K"]:
-    """The most that any `budget` tokens of the prompt recall, chosen anew for every query: an upper bound.
+    """The most that any `budget` tokens of the prompt recall, chosen again for every query: an upper bound.
 
     Raises:
         ValueError: nothing follows the prompt.

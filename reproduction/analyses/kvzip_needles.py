@@ -1,9 +1,8 @@
-"""Needles that KVzip finds by who shares a budget, beside all of the cache and a method that shares none.
+"""Needles that KVzip finds, by the heads that share a budget, beside the full cache and a method without shared budgets.
 
     python -m reproduction.analyses.kvzip_needles                # writes reproduction/results/kvzip-needles-<device>.json, prints the table
 
-RULER's prompts are compressed before their questions are known, to a quarter of prompt and new tokens. What is measured is kept, and a run
-that was cut short goes on.
+RULER's prompts are compressed before their questions are known, to a quarter of prompt and new tokens. An interrupted run continues.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ POLICIES = "full,kvzip:0.25,kvzip:0.25,scope=model,kvzip:0.25,scope=head,compact
 
 
 def main() -> None:
-    """Measure what is not there yet, write the result file, and print the table."""
+    """Measure what is missing, write the result file, and print the table."""
     parser = models.parser(__doc__, "float32")
     parser.add_argument(
         "--length", type=int, default=640, help="tokens of RULER's prompts, question and answer included"

@@ -1,8 +1,7 @@
 """How much of each layer a policy loses (ChunkKV, sections 3.3 and A.1).
 
-Both measures are of a prompt as it stands in the cache after prefill. They take a mask of kept tokens
-(`kvjax.analysis.layers.kept`), so they speak of policies that keep tokens as they are; of a merged slot only its newest token
-counts as kept.
+Both measures describe the cache of a prompt after prefill. They take a mask of kept tokens (`kvjax.analysis.layers.kept`), so they
+are meant for policies that keep tokens unchanged. Of a merged slot only the newest token counts as kept.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ def cache_loss(layers: Sequence[Recorded], kept: Bool[np.ndarray, "L K T"]) -> F
     loss without saying how it aligns the two).
 
     Args:
-        layers: the prompt as recorded; may go on beyond the T tokens of `kept`.
+        layers: the recorded prompt; may continue beyond the T tokens of `kept`.
     """
     losses = []
     for layer, mask in zip(layers, kept, strict=True):

@@ -1,1 +1,1 @@
-"""What the papers claim, one family of claims per file: `measure` takes the numbers, `CLAIMS` are judged by them."""
+"""The papers' claims, one family per module: `measure` returns the measurements, and `CLAIMS` are judged by them."""

@@ -1,4 +1,4 @@
-"""What sections measure with: a model, texts, and threads; and the two measurements that several of them share."""
+"""What the sections measure with: a model, texts and threads; and the measurements that several sections share."""
 
 import dataclasses
 import time
@@ -21,11 +21,11 @@ from .claim import Row
 T = TypeVar("T")
 
 TOGETHER = 11
-"""Needles that are looked for at a time: what a prompt's layers take of all of them at once does not fit every device."""
+"""Needles in one batch; all of them at once would not fit on every device."""
 
 
 class OutOfTime(Exception):
-    """The time that a run was given is over, before all was measured."""
+    """The time limit of a run is over before everything is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Bench:
     """A model and texts.
 
     Attributes:
-        books: plain text files, each of which gives one sample.
-        reference: a text to calibrate on, none of the books.
-        small: sizes that a CPU copes with, to try whether everything runs; nothing is to be concluded from them.
+        books: plain text files; each gives one sample.
+        reference: a text for calibration that is not one of the books.
+        small: use small sizes, to test on a CPU that everything runs. Their results mean nothing.
         threads: programs that are compiled and run at a time.
         data: folder with `longbench/*.jsonl`, `gsm8k/test.jsonl` and `gsm8k/train_first600.jsonl`.
-        kept: results of jobs that an earlier run has finished, by name.
-        keep: called with a job's name and result, once it is there.
-        in_time: whether another job may begin.
+        kept: results of the jobs that an earlier run finished, by name.
+        keep: called with the name and result of each finished job.
+        in_time: whether another job may start.
     """
 
     params: kvjax.Params
@@ -71,12 +71,12 @@ class Bench:
         return NeedleInAHaystack(lengths=(length,), depths=spaced, samples=samples, text=text)
 
     def each(self, jobs: Mapping[str, Callable[[], T]], of: str = "") -> dict[str, T]:
-        """Results of all jobs, by name; a line on the terminal for each that is done, which begins with `of`.
+        """Results of all jobs, by name. Prints a line, which begins with `of`, for each finished job.
 
-        Results are what JSON can hold: they are kept as they come, and an interrupted run goes on with them.
+        Results are values that JSON can hold. Each is written when it is there, so an interrupted run continues.
 
         Raises:
-            OutOfTime: no other job may begin, and one is left.
+            OutOfTime: the time is over and a job is left.
         """
 
         def run(name: str) -> T:

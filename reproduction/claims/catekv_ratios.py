@@ -28,8 +28,8 @@ def streaming(ratio: float) -> str:
 def methods(bench: Bench, budget: int, ratios: tuple[float, ...] = RATIOS) -> dict[str, Policy]:
     """Both methods at every ratio, heads with a small budget having `budget` slots for the prompt.
 
-    CateKV's types are voted anew for every ratio, on samples of the reference text; DuoAttention's whole heads are those with the
-    highest scores in the profile that comes with kvjax.
+    CateKV's types are voted for every ratio, on samples of the reference text. DuoAttention's whole heads are those with the
+    highest scores in kvjax's own profile.
     """
     count, length = (2, 512) if bench.small else (16, 2048)
     samples, _ = cut(bench.params, [bench.reference], count, length)

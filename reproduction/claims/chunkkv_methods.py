@@ -12,12 +12,12 @@ REUSE = (2, 3, 4)
 
 
 def chunks(size: int) -> str:
-    """What rows call ChunkKV with chunks of that size."""
+    """The name in rows of ChunkKV with chunks of `size` tokens."""
     return "chunkkv" if size == CHUNK else f"chunkkv, chunks of {size}"
 
 
 def reusing(layers: int) -> str:
-    """What rows call ChunkKV in which so many layers share a choice."""
+    """The name in rows of ChunkKV where `layers` layers share a choice."""
     return f"chunkkv, {layers} layers a choice"
 
 

@@ -9,27 +9,27 @@ import numpy as np
 from reproduction.intervals import mean_interval
 
 Kind = Literal["perplexity", "needle", "RULER", "LongBench", "GSM8K", "recall", "layers"]
-"""What a paper measures by. "layers" are likenesses and losses of caches, which say nothing of quality by themselves."""
+"""A paper's kind of measure. "layers" are similarities and losses of caches, which are not quality by themselves."""
 
 Verdict = Literal["holds", "fails", "undecided", "no headroom", "proxy", "bound", "not measured yet"]
-"""What is said of a claim against one other method.
+"""The verdict on a claim against one other method.
 
-"holds", "fails" and "undecided" are judged by the paper's own measure; "no headroom": the model does about as well with the full cache
-as with StreamingLLM, so that nothing can be told apart; "proxy": another measure than the paper's; "bound": the other is an upper bound.
+"holds", "fails" and "undecided" are judged by the paper's own measure. "no headroom": the model is about as good with StreamingLLM as with
+the full cache, so methods cannot be distinguished. "proxy": the measure is not the paper's. "bound": the other is an upper bound.
 """
 
 FULL, STREAMING = "full", "streaming_llm"
-"""What rows call the full cache, and StreamingLLM: between them is the headroom."""
+"""Names in rows of the full cache and of StreamingLLM. Between the two is the headroom."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """How a kind of number is read and shown.
+    """How a measure is compared and shown.
 
     Attributes:
         better: which of two numbers is the better one.
         show: a format string.
-        kind: what papers measure by it; None for what none does.
+        kind: the papers' kind of measure; None if no paper uses it.
     """
 
     better: Literal["lower", "higher"]
@@ -38,7 +38,7 @@ class Measure:
 
     @property
     def sign(self) -> int:
-        """What makes more of it better."""
+        """The factor by which larger is better."""
         return 1 if self.better == "higher" else -1
 
 
@@ -56,7 +56,7 @@ MEASURES: Mapping[str, Measure] = {
     "GSM8K accuracy": Measure("higher", "{:.1%}", "GSM8K"),
     "cache in MB": Measure("lower", "{:.1f}"),
 }
-"""All that sections measure, by name."""
+"""All measures, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Claim:
 
     @property
     def pairs(self) -> "list[Pair]":
-        """The comparisons that it consists of."""
+        """The comparisons that the claim consists of."""
         return [Pair(self, other) for other in self.others]
 
 
@@ -145,7 +145,7 @@ class Pair:
         return own and self.other not in self.claim.bounds
 
     def verdict(self, measured: Table) -> Verdict:
-        """What these measurements say."""
+        """The verdict by these measurements."""
         claim, rows = self.claim, self._rows(measured)
         if rows is None:
             return "not measured yet"

@@ -1,4 +1,4 @@
-"""ClusterKV (Liu et al. 2024), Figure 10: perplexity of a text of which each query reads 1024 tokens."""
+"""ClusterKV (Liu et al. 2024), Figure 10: perplexity where each query reads 1024 tokens."""
 
 from functools import partial
 

@@ -33,7 +33,7 @@ SETTING = "one text of NarrativeQA, 32k tokens"
 
 
 def sized(tokens: int) -> str:
-    """What rows call ClusterKV with clusters of so many tokens."""
+    """The name in rows of ClusterKV with clusters of `tokens` tokens."""
     return "clusterkv" if tokens == 80 else f"clusterkv, C0 = L/{tokens}"
 
 

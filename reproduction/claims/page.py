@@ -1,4 +1,4 @@
-"""docs/reproduction.md, from the result files alone; the rules by which claims are judged are applied here, not stored."""
+"""Make docs/reproduction.md from the result files. Claims are judged here; verdicts are not stored."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""The papers' own tasks, as far as their data are at hand: LongBench's three, GSM8K, and RULER's that need no file."""
+"""The papers' own tasks whose data are available: three of LongBench, GSM8K, and the tasks of RULER that need no file."""
 
 import numpy as np
 from jaxtyping import Int
@@ -10,11 +10,11 @@ from kvjax.evals.ruler import VariableTracking, ruler
 from .bench import Bench
 
 LONGBENCH = ("multifieldqa_zh", "passage_retrieval_zh", "multi_news")
-"""LongBench's tasks at hand; the first two are Chinese."""
+"""The available tasks of LongBench; the first two are Chinese."""
 
 
 def longbench(bench: Bench, names: tuple[str, ...] = LONGBENCH) -> dict[str, Task]:
-    """LongBench's tasks, of which prompts are cut to 8k tokens; the first alone at small sizes."""
+    """LongBench's tasks with prompts truncated to 8k tokens; at small sizes only the first task."""
     length, samples = (640, 2) if bench.small else (8192, 20)
     return {
         name: LongBench(
@@ -43,9 +43,9 @@ def tracking(bench: Bench, length: int) -> dict[str, Task]:
 
 
 def calibration(bench: Bench, length: int) -> Int[np.ndarray, "N S"]:
-    """Prompts of RULER's variable tracking at a length, other ones than `tracking` has, as many tokens of each as the shortest has.
+    """Prompts of RULER's variable tracking at a length, all cut to the shortest; other prompts than those of `tracking`.
 
-    CateKV tells heads apart on such prompts (Jiang et al. 2025, section 4.1), by what their last tokens look at.
+    CateKV classifies heads on such prompts by the attention of their last tokens (Jiang et al. 2025, section 4.1).
     """
     assert bench.params.tokenizer is not None
     form = Format(bench.params.tokenizer, bench.params.tokenizer.chat_template is not None)

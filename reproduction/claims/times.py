@@ -1,4 +1,4 @@
-"""What the papers claim of time and memory, beside what `benchmarks.decode` has measured; a part of docs/reproduction.md."""
+"""The papers' claims about time and memory beside the results of `benchmarks.decode`; a section of docs/reproduction.md."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """A claim that a method takes less than another, or does more in the same time.
+    """A claim that a method takes less time or memory than another, or is faster.
 
     Attributes:
         says, where, paper: as in `Claim`; numbers as the paper has them.
@@ -58,7 +58,7 @@ class Factor:
 
     def samples(self, rows: Rows) -> tuple[np.ndarray, np.ndarray] | None:
         """Of the method and the other, repeated runs in the measure's unit; None where one is not measured."""
-        for prefill in (True, False):  # peaks are of reading the prompt, too, or of decoding alone: the same for both
+        for prefill in (True, False):  # peaks include prefill or not, for both alike
             kind = [row for row in rows if row["prefill"] == prefill]
             ours, other = self._of(kind, self.method, self.settings), self._of(kind, self.other, {})
             if ours is not None and other is not None:
@@ -83,13 +83,13 @@ class Factor:
         return 1000 * fitting[-1]["batch_run"] / values if self.measure == "tokens per second" else values
 
     def verdict(self, rows: Rows) -> str:
-        """What these measurements say."""
+        """The verdict by these measurements."""
         found = self.samples(rows)
         if found is None:
             return "not measured yet"
         sign = 1 if self.measure == "tokens per second" else -1
         ours, other = found[0], found[1] * (1 - sign * self.margin)
-        if self.measure == "memory":  # which the compiler tells, the same every time
+        if self.measure == "memory":  # from XLA's memory analysis, which does not vary
             return "holds" if ours[0] <= other[0] else "fails"
         mean, width = means_interval([sign * ours, -sign * other])
         if not abs(mean) > width:

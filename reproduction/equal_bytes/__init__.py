@@ -1,1 +1,1 @@
-"""The table at equal bytes: what is asked (`suite`), of whom (`cells`), how it is run (`batches`), and what is made of the results."""
+"""The leaderboard: tasks (`suite`), policies with their budgets (`cells`), running them (`batches`), and results (`merged`, `page`, `export`)."""

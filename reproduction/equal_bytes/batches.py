@@ -22,7 +22,7 @@ K = TypeVar("K")
 
 
 class Roomy(Engine):
-    """An engine of a suite's sizes, whatever the lengths of the prompts and questions at hand."""
+    """An engine of a suite's sizes, for prompts and questions of any length in the suite."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Roomy(Engine):
         self.goes_on = suite.goes_on
 
     def compile_all(self) -> None:
-        """Have all programs compiled that answers take."""
+        """Compile all programs that answers need."""
         self.executables(given=self.given)
         if self.given is not None and self.goes_on:
             self.executables()
@@ -94,13 +94,13 @@ class Batch:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What makes it this one, in result files."""
+        """What identifies the batch in result files."""
         return {**self.cell.key, "task": self.task, "first": self.first}
 
 
 def batches(cells: Sequence[Cell], samples: int, size: int) -> Iterator[Batch]:
-    """All batches: of each cell in turn `size` samples of every task, then the next of each. So a run that is cut short has asked
-    all cells as much, but for the last round.
+    """All batches in rounds: `size` samples of every task for each cell, then the next samples. An interrupted run has asked all
+    cells equally, except in its last round.
     """
     for first in range(0, samples, size):
         for cell in cells:
@@ -110,7 +110,7 @@ def batches(cells: Sequence[Cell], samples: int, size: int) -> Iterator[Batch]:
 
 
 def run(params: Params, engine: Engine, batch: Batch, size: int) -> dict[str, Any]:
-    """Answer and score: a row of the result file. Programs have `size` rows; a shorter batch is filled up with its last prompt."""
+    """Answer and score a batch: a row of the result file. A batch of fewer than `size` prompts repeats its last prompt."""
     cell, asked = batch.cell, batch.cell.suite.asked[batch.task]
     chosen = range(batch.first, batch.first + batch.count)
     padded = [*chosen, *[chosen[-1]] * (size - batch.count)]
@@ -134,10 +134,10 @@ def run(params: Params, engine: Engine, batch: Batch, size: int) -> dict[str, An
 
 
 class Clock:
-    """Whether there is time for one more: as long as the longest so far took.
+    """Whether there is time for another task of a kind, which may take as long as the longest so far.
 
     Args:
-        seconds: in all, from now on; None for as long as it takes.
+        seconds: in all, from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -154,10 +154,10 @@ class Clock:
 
 
 def ahead_of_turn(asked: int | None) -> int:
-    """How many programs are compiled at a time while others run, if nobody says.
+    """How many programs are compiled at a time while others run; `asked`, or by default 4, and 0 on GPUs.
 
-    None on GPUs: JAX 0.11 makes CUDA graphs with cuDNN in them by capturing a stream, which on an H200 failed ("capturing stream has unjoined work"),
-    or never ended, while another thread compiled or loaded a program.
+    JAX 0.11 captures a stream to make CUDA graphs with cuDNN. On an H200 that failed ("capturing stream has unjoined work") or never ended
+    while another thread compiled or loaded a program.
     """
     return asked if asked is not None else 0 if jax.default_backend() == "gpu" else 4
 

@@ -1,4 +1,4 @@
-"""Of whom it is asked: every policy at the budget at which it holds a given share of the full cache's bytes."""
+"""Policies of the leaderboard, each with the budget at which it holds a given share of the full cache's bytes."""
 
 import dataclasses
 import json
@@ -16,20 +16,20 @@ from kvjax.policies import Full, Policy, PolicyError, get_policy
 from .suite import Suite
 
 ABOVE = 1.02
-"""Of the bytes asked for, so many times over is as good as equal: slots are rounded."""
+"""Bytes up to this multiple of the target count as equal, since slots are rounded."""
 
 SLACK = 1.001
-"""What a policy keeps besides slots, counters of a few bytes, must not cost it a whole step of slots."""
+"""Tolerance of the search, so that counters of a few bytes besides the slots do not cost a whole step of slots."""
 
 SEEING = ("adakv", "catekv", "chunkkv", "h2o", "pyramidkv", "rkv", "snapkv", "tova")
 """Policies that score a prompt's tokens by its queries, so that it matters to them whether the question is among these."""
 
 
 STEPS = 1000
-"""Budgets are whole multiples of one in so many."""
+"""Budgets are multiples of 1 / STEPS."""
 
 BITS = (2, 4, 8)
-"""Of policies that save bits, not tokens."""
+"""Bits to try for policies that quantise instead of evicting."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class Cell:
         target: the share; None for the full cache.
         seen: whether the policy sees the question when it compresses the prompt.
         fitted: the policy with the budget that it takes, a fraction of each row's own tokens.
-        held, full: bytes that one row holds under it, on device and host together, and in the full cache: means over the rows, each of
-            which is counted as if it ran alone.
+        held, full: bytes of one row, on device and host together, under the policy and in the full cache. They are means over the rows,
+            each counted as if it ran alone.
         why: why there is nothing to run; empty if there is.
     """
 
@@ -82,11 +82,11 @@ def wanted(suite: Suite, policies: Sequence[str], shares: Sequence[float], seein
 
 
 class Budgets:
-    """A file of budgets that were found, JSON lines, so that they are found once: that takes the host minutes for many policies.
+    """A file of budgets (JSON lines), so that the search runs once. For many policies it takes minutes.
 
     Args:
         path: the file; None for none.
-        model: what tells the model and the type of its cache.
+        model: identifies the model and the dtype of its cache.
     """
 
     def __init__(self, path: Path | None, model: str) -> None:
@@ -98,12 +98,12 @@ class Budgets:
         self._found = {tuple(row["key"]): row for row in map(json.loads, whole.splitlines())}
 
     def get(self, entry: Wanted) -> Cell | None:
-        """What was found, if it was."""
+        """The cell of an earlier search, or None."""
         row = self._found.get(self._key(entry))
         return None if row is None else Cell(*entry, get_policy(row["fitted"]), row["held"], row["full"], row["why"])
 
     def keep(self, entry: Wanted, cell: Cell) -> None:
-        """Note what was found, unless its policy says more than its text does, as one with a profile, or there is none, as without one."""
+        """Write down a cell, unless it has no policy, or its policy is more than its text says, as with a profile."""
         if self._path is None or cell.fitted is None or get_policy(str(cell.fitted)) != cell.fitted:
             return
         row = {
@@ -122,7 +122,7 @@ class Budgets:
 
 
 def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = None) -> list[Cell]:
-    """With their budgets, and with a reason where there is none."""
+    """Cells with their budgets, or with the reason why there is none."""
     full: dict[tuple[str, bool], int] = {}
     found = []
     for entry in entries:
@@ -176,7 +176,7 @@ def _fields(policy: Policy) -> set[str]:
 
 
 def _with_bits(policy: Policy, bits: int) -> Policy | None:
-    """In so many bits; None where its scheme has no codes of so many."""
+    """The policy with `bits` bits; None if its scheme does not support them."""
     try:
         return get_policy(policy, bits=bits)
     except PolicyError:
@@ -193,7 +193,7 @@ def _budgeted(policy: Policy, budget: float) -> Policy | None:
 
 
 def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: bool) -> Policy:
-    """With the largest fraction as budget at which rows hold no more than `target`; where none does, with the least that works.
+    """The policy with the largest budget, as a fraction, at which rows hold at most `target` bytes; else with the smallest that works.
 
     Raises:
         PolicyError: no budget works in these prompts.
@@ -213,7 +213,7 @@ def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: 
         except PolicyError:
             return None
 
-    low, high = 0, STEPS + 1  # what fits or is too small, and what does not fit or is all there is
+    low, high = 0, STEPS + 1  # `low` fits or is too small; `high` does not fit or is beyond the last step
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle) is False:

@@ -1,4 +1,4 @@
-"""The result file, made of the parts that runs have written: a score for each sample, without the answers."""
+"""Merge the parts that runs have written into one result file: a score for each sample, without the answers."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from reproduction.intervals import standard_error
 from reproduction.sections import RESULTS
 
 KEY = ("suite", "task", "policy", "target", "seen")
-"""What makes an entry the one it is; its samples are those of all other entries of the suite and task."""
+"""What identifies an entry. All entries of a suite and task have the same samples."""
 
 
 def write(parts: Sequence[Path]) -> Path:
@@ -30,7 +30,7 @@ def write(parts: Sequence[Path]) -> Path:
 
 
 def merge(parts: Sequence[Path]) -> dict[str, Any]:
-    """Header and rows of all parts together, of which a result file may be one. A batch that two parts have is taken from the first."""
+    """Header and rows of all parts, which may include a result file. Of a batch in two parts, the first one counts."""
     headers = [_header(part) for part in parts]
     first = headers[0]
     for part, other in zip(parts, headers, strict=True):

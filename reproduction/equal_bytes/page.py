@@ -1,4 +1,4 @@
-"""docs/leaderboard.md and its picture, from the result file alone."""
+"""Make docs/leaderboard.md and its picture from the result file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from . import merged
 PICTURE = "leaderboard.png"
 
 FEW = 20
-"""Samples of a task, below which nothing is said of methods."""
+"""With fewer samples of a task the page says that the results mean nothing."""
 
 Column = tuple[float, bool]
 """A share of the full cache's bytes, and whether policies saw the question."""
@@ -76,7 +76,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
 
 
 def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """What measured, to be run again until it says that it is done."""
+    """The command that measured. Run it again until it prints that it is done."""
     suites = dict.fromkeys("-".join(name.split("-")[:2]) for name in settings["suites"])
     shares = sorted({row["target"] for row in rows if row["target"] is not None}, reverse=True)
     policies = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")

@@ -1,4 +1,4 @@
-"""What is asked: tasks whose prompts have about one length, so that one compiled program for each policy and budget serves them all."""
+"""Tasks with prompts of similar length, so that they share one compiled program for each policy and budget."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ TEMPLATE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Where tasks find what they are made from.
+    """Data files of tasks.
 
     Attributes:
         text: a book, in which RULER hides needles.
         folder: has `longbench/*.jsonl`, `gsm8k/test.jsonl` and `gsm8k/train_first600.jsonl`.
-        questions: files of RULER's qa_1 (SQuAD 2) and qa_2 (HotpotQA), by task; those that are missing are left out.
+        questions: files of RULER's qa_1 (SQuAD 2) and qa_2 (HotpotQA), by task; tasks without a file are excluded.
     """
 
     text: Path
