@@ -45,6 +45,7 @@ def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **
 
 def sums(engine: Engine, state: Any) -> int:
     """How many sums over devices the decoding program has."""
+    state = dataclasses.replace(state, origin=None)  # which no program takes
     given = engine.policy, engine.specs, engine.weights, state, np.int32(1), *engine.how()
     args = decoding.decode._with_canonical(given)
     return str(jax.make_jaxpr(decoding.decode._whole(*args))(*decoding.decode._shapes(args))).count("= psum")
