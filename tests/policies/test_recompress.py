@@ -14,10 +14,10 @@ from kvjax.policies import (
     TOVA,
     AdaKV,
     ChunkKV,
+    Compactor,
     ExpectedAttention,
     Full,
     KNorm,
-    LagKV,
     Policy,
     PolicyError,
     PyramidKV,
@@ -166,7 +166,7 @@ SAYS = "does not score what is held by the latest queries alone"
     [
         *(
             (partial(recompress, policy), SAYS)
-            for policy in (Full(), TreeKV(), LagKV(), AdaKV(), ExpectedAttention(), H2O())
+            for policy in (Full(), TreeKV(), Compactor(), AdaKV(), ExpectedAttention(), H2O())
         ),
         (lambda: recompress(ChunkKV(reuse=2)), SAYS),
         (lambda: recompress(ChunkKV(rule="kvpress")), SAYS),
