@@ -5,10 +5,7 @@ from policies.facts import Facts
 from policies.oracle_arrays import ROPE, rotate, shares
 
 FACTS = {
-    "kivi": Facts(
-        published={"bits": 2, "group": 32, "residual": 32},
-        golden={"bits": 4, "group": 4, "residual": 8},
-    ),
+    "kivi": Facts(published={"bits": 2, "group": 32, "residual": 32}, golden={"bits": 4, "group": 4, "residual": 8}),
 }
 
 

@@ -29,10 +29,7 @@ FACTS = {
         golden={"budget": 12},
         tier="slow",
     ),
-    "keydiff": Facts(
-        golden={"budget": 12},
-        tier="slow",
-    ),
+    "keydiff": Facts(golden={"budget": 12}, tier="slow"),
     "knorm": Facts(
         published={"dense_layers": 2},
         least={"dense_layers": 0},
@@ -45,10 +42,7 @@ FACTS = {
         golden={"budget": 12, "window": 4, "beta": 4},
         tier="slow",
     ),
-    "random": Facts(
-        golden={"budget": 12},
-        tier="slow",
-    ),
+    "random": Facts(golden={"budget": 12}, tier="slow"),
     "snapkv": Facts(
         published={"window": 32, "pool": "max", "kernel": 7},
         least={"window": 1, "kernel": 1},
@@ -62,11 +56,7 @@ FACTS = {
         budgets=(({"sinks": 4}, 5),),
         golden={"budget": 12, "sinks": 2},
     ),
-    "tova": Facts(
-        published={"keep_newest": False},
-        golden={"budget": 12},
-        tier="slow",
-    ),
+    "tova": Facts(published={"keep_newest": False}, golden={"budget": 12}, tier="slow"),
 }
 
 
