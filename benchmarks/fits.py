@@ -6,7 +6,7 @@
     python -m benchmarks.fits --chip v5e:2x2 --weights float --policies snapkv:8192,treekv:8192
 
 The two programs are compiled ahead of time for one chip, or for several that share the model (`--chip v5e:2x2`), which needs no chips
-(`kvjax.runtime.ahead_of_time`) and no weights. A row has bytes of weights and cache on each chip, and the most that either program
+(`kvjax.runtime.absent_tpu`) and no weights. A row has bytes of weights and cache on each chip, and the most that either program
 holds: arguments, temporaries and results.
 """
 
@@ -20,7 +20,7 @@ from benchmarks import report
 from kvjax.bench.case import Case, read_policy
 from kvjax.models import abstract
 from kvjax.policies.text import split_policies
-from kvjax.runtime.ahead_of_time import CHIPS, HOSTS, memory_of, mesh
+from kvjax.runtime.absent_tpu import CHIPS, HOSTS, memory_of, mesh
 from kvjax.runtime.engine import Engine
 
 CASE = "weights", "embedding", "policy", "settings", "tokens", "new_tokens", "block"

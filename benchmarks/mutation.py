@@ -65,13 +65,13 @@ FILES = (
 
 POLICIES = "tests/policies"
 SCORED = f"{POLICIES}/test_scoring.py"
-DEALT = "tests/test_dealt_cache.py | tests/test_mesh.py"
+DEALT = "tests/test_sharded_cache.py | tests/test_mesh.py"
 FORWARD = "tests/test_generation.py tests/test_decoding.py"
 SLOTS = f"tests/test_cache.py {POLICIES}/test_compose.py | {POLICIES}/test_streaming_llm.py {POLICIES}/test_chunkkv.py"
 OWN = {
     **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens")},
-    **dict.fromkeys(("kvjax/cache/dealt.py", "kvjax/cache/shard.py", "kvjax/policies/dealt.py"), DEALT),
-    "kvjax/cache/update.py": f"{SLOTS} tests/test_dealt_cache.py",
+    **dict.fromkeys(("kvjax/cache/sharded.py", "kvjax/cache/shard.py", "kvjax/policies/sharded.py"), DEALT),
+    "kvjax/cache/update.py": f"{SLOTS} tests/test_sharded_cache.py",
     "kvjax/cache/blocks.py": f"{POLICIES}/test_blocks.py tests/test_cache.py | tests/test_prefill_blocks.py",
     "kvjax/cache/codebook.py": f"{POLICIES}/test_turboquant.py",
     "kvjax/cache/packing.py": f"{POLICIES}/test_quantized.py",
@@ -79,13 +79,13 @@ OWN = {
     "kvjax/runtime/sampling.py": "tests/test_generation.py",
     "kvjax/runtime/decoding.py": "tests/test_decoding.py | tests/test_generation.py",
     "kvjax/runtime/engine.py": "tests/test_engine.py | tests/test_generation.py tests/test_session.py",
-    "kvjax/runtime/mesh.py": "tests/test_mesh.py | tests/test_dealt_cache.py tests/test_engine.py",
+    "kvjax/runtime/mesh.py": "tests/test_mesh.py | tests/test_sharded_cache.py tests/test_engine.py",
     **{f"kvjax/planning/{name}.py": "tests/test_planning.py" for name in ("plan", "sums", "workspace")},
     "kvjax/config/model.py": "tests/models/test_params.py | tests/conversion/test_hf_config.py tests/test_cache.py",
     "models/params.py": "tests/models/test_params.py tests/models/test_quantised_weights.py | tests/test_mesh.py",
     "kvjax/config/presets.py": "tests/test_planning.py tests/models/test_params.py",
     "kvjax/config/rope.py": "tests/models/test_rope.py",
-    "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_dealt_cache.py",
+    "models/sharding.py": "tests/test_mesh.py tests/conversion/test_parts.py | tests/test_planning.py tests/test_sharded_cache.py",
     "models/transformer.py": f"{FORWARD} | tests/models tests/test_mesh.py tests/test_prefill_blocks.py tests/evals/test_perplexity.py",
     "conversion/chat.py": "tests/conversion/test_tokenizer.py",
     "conversion/checkpoint.py": "tests/conversion/test_loading.py",
@@ -152,7 +152,7 @@ WIDER = {
     "all": f"{POLICIES}/test_traits.py {POLICIES}/test_registry.py {POLICIES}/test_traps.py {POLICIES}/test_compose.py "
     f"{POLICIES}/test_offload.py tests/test_decoding.py tests/test_generation.py "
     "tests/test_session.py tests/test_question.py tests/test_prefill_blocks.py tests/test_costs.py tests/test_settings.py "
-    f"tests/test_engine.py tests/test_mesh.py tests/test_dealt_cache.py {POLICIES}/test_blocks.py",
+    f"tests/test_engine.py tests/test_mesh.py tests/test_sharded_cache.py {POLICIES}/test_blocks.py",
 }
 
 NOTHING = 5

@@ -21,7 +21,7 @@ from benchmarks import report
 from kvjax.models.params import quantized_shape
 from kvjax.pallas_kernels import projection
 from kvjax.pallas_kernels.projection.quantized import nbytes_of
-from kvjax.runtime.ahead_of_time import CHIPS, compile_for
+from kvjax.runtime.absent_tpu import CHIPS, compile_for
 
 MATRICES = {
     "q and o": (4096, 4096),

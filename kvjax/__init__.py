@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .policies import register as register
     from .policies import thresholded as thresholded
     from .policies.methods import *  # noqa: F403
-    from .runtime.compiling import CompiledGenerator as CompiledGenerator
-    from .runtime.compiling import aot_compile as aot_compile
+    from .runtime.aot import CompiledGenerator as CompiledGenerator
+    from .runtime.aot import aot_compile as aot_compile
     from .runtime.engine import Engine as Engine
     from .runtime.generation import Generation as Generation
     from .runtime.generation import GenerationStats as GenerationStats
@@ -73,7 +73,7 @@ _NAMES = {
         "register",
         "thresholded",
     ),
-    "runtime.compiling": (
+    "runtime.aot": (
         "CompiledGenerator",
         "aot_compile",
     ),

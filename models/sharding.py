@@ -99,13 +99,13 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, joint_heads: bool = False) -> Shard:
+def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, heads_coupled: bool = False) -> Shard:
     """How the devices of a mesh share a model; `ONE_DEVICE` without a mesh.
 
     Args:
         mesh: the mesh, which may be abstract.
         config: the model's configuration.
-        joint_heads: whether each device holds all KV heads. Devices along `model` then share slots, as along
+        heads_coupled: whether each device holds all KV heads. Devices along `model` then share slots, as along
             `sequence`, so that caches of unequal heads are balanced.
 
     Raises:
@@ -116,7 +116,7 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
     given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
     _check_axes(given)
     data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
-    heads = 1 if joint_heads else math.gcd(config.num_kv_heads, model)
+    heads = 1 if heads_coupled else math.gcd(config.num_kv_heads, model)
     copies, width = model // heads, config.num_heads // heads * config.head_dim
     if width % (copies * slots):
         asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
@@ -125,7 +125,7 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, jo
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
     axes = DATA, HEADS, COPIES, SLOTS
-    sizes = (data, 1, 1, copies * slots) if joint_heads else (data, heads, copies, slots)
+    sizes = (data, 1, 1, copies * slots) if heads_coupled else (data, heads, copies, slots)
     if isinstance(given, AbstractMesh):
         return Shard(AbstractMesh(sizes, axes))
     return Shard(Mesh(given.devices.reshape(sizes), axes))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax._util.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Shard, Token, TokenBlock
+from kvjax.cache import LayerSpec, PromptKV, Shard, Token, TokenBlock
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
@@ -36,9 +36,9 @@ from kvjax.pallas_kernels import (
     prefill_attention,
     projection,
 )
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.base import CacheLayer, Carry
 from kvjax.policies.checks import calling, expect_same_state, expect_shape
-from kvjax.policies.surroundings import Surroundings
 
 from .params import MLP, Block, Params
 
@@ -142,7 +142,7 @@ def prefill(
         ) -> Array:
             nonlocal carry
             spec = cache.spec
-            prompt = Prompt.of(spec.rope, q, k, v, lengths, total)
+            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total)
             with calling(cache, "prefill"):
                 state, carry = cache.prefill(prompt, around(carry))
             out = _prompt_attention(spec, prompt)
@@ -242,7 +242,7 @@ def read_block(
     return _logits(params, last, shard), tuple(updated)
 
 
-def _prompt_attention(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B T _ H"]:
+def _prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
     """Attention over a whole prompt. Devices with the same KV heads split the query heads, if the split is even."""
     shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
     q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
@@ -275,8 +275,8 @@ def _block(
 def _surrounded(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
 ) -> Carry:
-    """The carry for a layer with input `x`. Surroundings of attention are added if the layer asks for them."""
-    if not cache.surroundings:
+    """The carry for a layer with input `x`. AttentionContext of attention are added if the layer asks for them."""
+    if not cache.needs_context:
         return carry
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
 
@@ -286,7 +286,7 @@ def _surrounded(
         )
         return wide.T.reshape(-1, config.head_dim, wide.shape[0])
 
-    return Surroundings(lambda: norm(x), output).told(carry)
+    return AttentionContext(lambda: norm(x), output).with_context(carry)
 
 
 def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:

@@ -132,7 +132,7 @@ def make_suite(params: kvjax.Params, args: argparse.Namespace) -> Suite:
 
 
 def passages(params: kvjax.Params, paths: Sequence[Path], count: int, size: int) -> list[list[int]]:
-    """So many passages of `size` tokens, dealt from the texts in turn, from their beginnings on."""
+    """So many passages of `size` tokens, sharded from the texts in turn, from their beginnings on."""
     assert params.tokenizer is not None
     tokens = [params.tokenizer.encode(path.read_text(encoding="utf-8")) for path in paths]
     found = [tokens[i % len(paths)][i // len(paths) * size :][:size] for i in range(count)]

@@ -191,7 +191,7 @@ def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) 
 
 
 def part(planned: Sequence[Wanted], which: str) -> list[Wanted]:
-    """The i-th of n parts, dealt one by one so that all have their share of every budget.
+    """The i-th of n parts, sharded one by one so that all have their share of every budget.
 
     Raises:
         SystemExit: it is not of the form I/N.

@@ -11,7 +11,7 @@ import beartype.roar
 import jaxtyping
 
 UNCHECKED = {
-    "kvjax.runtime.compiling",
+    "kvjax.runtime.aot",
     "kvjax.runtime.engine",
     "kvjax.conversion.state_dict",
     "kvjax.conversion.writing",

@@ -1,4 +1,4 @@
-"""What can be said of a mesh on one device: its text, its errors, and how parameters are dealt."""
+"""What can be said of a mesh on one device: its text, its errors, and how parameters are sharded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from arrays import to_jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import kvjax
-from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.cache.shard import COPIES, DATA, HEADS, SAME_HEADS, SLOTS, Shard
 from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, abstract
@@ -187,7 +187,7 @@ def test_devices_with_the_same_heads_divide_the_prompts_queries(heads, kv_heads,
 
     @jax.jit
     def attended(q, k, v):
-        prompt = Prompt(q, k, v, q, k, None, lengths, lengths, lengths)
+        prompt = PromptKV(q, k, v, q, k, None, lengths, lengths, lengths)
         own = each_device(lambda prompt: _prompt_attention(spec, prompt), copies)(prompt)
         return own[:, 0], _prompt_attention(spec.whole, prompt)
 

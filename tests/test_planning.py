@@ -89,7 +89,7 @@ def test_a_large_model_on_four_devices() -> None:
         assert way.batch == data
         assert way.step_bytes == weight_bytes(engine.weights) + engine.step_bytes_read
         assert way.floor_ms == pytest.approx(1e3 * way.step_bytes / 4.8e12)
-        assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are dealt
+        assert way.sums == (18 + 16 if model > 1 else 0)  # in each layer two groups of heads, whose slots are sharded
         assert any("is replicated on all" in note for note in way.notes) == (model > 1)
         assert set(notes) < set(way.notes)
         assert way.fits == (way.peak_bytes <= 105_750_000_000)
@@ -98,12 +98,12 @@ def test_a_large_model_on_four_devices() -> None:
     assert len(times := [way.ms for way in ways if way.fits]) > 1
     assert times == sorted(times)
     held = {way.mesh: way.cache_bytes for way in ways if way.weights == "int8"}
-    # Slots of unequal heads are dealt, but for what each device knows of them.
+    # Slots of unequal heads are sharded, but for what each device knows of them.
     assert 0.25 < held["data=1,model=4"] / held["data=4,model=1"] < 0.27
 
 
 def test_slots_are_dealt_where_heads_cannot_be() -> None:
-    """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be dealt says so."""
+    """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be sharded says so."""
     config = shallow("qwen2.5-7b", 2)
     full = {way.mesh: way for way in kvjax.plan(config, device="h200", count=8, context=100_000, weights="float")}
     assert "data=1,model=4,sequence=2" in full

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax import Policy, plots, register
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.evals import NeedleInAHaystack, compare, evaluate
 from kvjax.evals.tasks import Inputs
 from kvjax.policies import PolicyInfo, PromptScorer, SnapKV
@@ -28,7 +28,7 @@ class LargeValues(PromptScorer):
 
     budget: int | float = 512
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return jnp.swapaxes(jnp.sum(prompt.v.astype(jnp.float32) ** 2, axis=-1), 1, 2)
 
 

@@ -25,11 +25,11 @@ SHAPES = (
 """Rows, tokens of a block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
 
 PARTS = ((1, 4096, 16384, 32, 8, 128, True, 4, 1), (2, 300, 40, 8, 2, 64, False, 8, 7))
-"""Of such shapes, besides, among how many devices slots are dealt, and which of them computes; the last one has slots that none of a block's
+"""Of such shapes, besides, among how many devices slots are sharded, and which of them computes; the last one has slots that none of a block's
 first tokens sees."""
 
 STRIPE = 16
-"""Slots that stay together where they are dealt."""
+"""Slots that stay together where they are sharded."""
 
 TUNED = ((64, 128, 2), (64, 64, 3), (64, 64, 5), (128, 64, 2))
 """Queries of a warpgroup, slots of a tile, tiles under way."""

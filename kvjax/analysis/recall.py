@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._util.any_rank import any_rank
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 from kvjax.config import Rope
 from kvjax.policies import ClusterKV, InfiniGen, Quest, SparseLayer
 
@@ -65,7 +65,7 @@ def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray,
     spec = _spec(policy, layer, prompt)
     lengths = jnp.full((1,), prompt, jnp.int32)
     q, k, v = (jnp.asarray(x)[None, :prompt] for x in (layer.q, layer.k, layer.v))
-    state, _ = jax.jit(policy.layer(spec).prefill)(Prompt.of(spec.rope, q, k, v, lengths, spec.totals(None)), {})
+    state, _ = jax.jit(policy.layer(spec).prefill)(PromptKV.of(spec.rope, q, k, v, lengths, spec.totals(None)), {})
     found = np.full((spec.num_kv_heads, prompt), -1)
     heads = (np.asarray(x[0]) for x in (state.order, state.starts, state.sizes))
     for labels, order, starts, sizes in zip(found, *heads, strict=True):
@@ -136,7 +136,7 @@ def _replay(
     layer, size = cast(SparseLayer[Any], policy.layer(spec)), spec.prompt_len
     lengths = jnp.full((1,), size, jnp.int32)
     start, _ = layer.prefill(
-        Prompt.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths, spec.totals(None)), {}
+        PromptKV.of(spec.rope, q[None, :size], k[None, :size], v[None, :size], lengths, spec.totals(None)), {}
     )
     position = jnp.arange(size, spec.max_tokens, dtype=jnp.int32)[:, None]
 

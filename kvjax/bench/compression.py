@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax._util.randomness import random_key
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.policies import Policy, prefill_alone
 from kvjax.policies.base import Carry
 from kvjax.runtime.decoding import Specs
@@ -62,7 +62,7 @@ def _every_layer(
     states: list[Any] = []
     carry: Carry = {}
     for spec, factor in zip(specs, factors, strict=True):
-        prompt = Prompt.of(spec.rope, q * factor, k * factor, v * factor, lengths, lengths + spec.new_tokens)
+        prompt = PromptKV.of(spec.rope, q * factor, k * factor, v * factor, lengths, lengths + spec.new_tokens)
         state, carry = prefill_alone(policy.layer(spec), prompt, carry)
         states.append(state)
     return states

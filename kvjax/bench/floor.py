@@ -49,7 +49,7 @@ def compile_counting(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
 def _live_slots(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> Int[Array, "1 L"]:
     found: list[Any] = [_slots(policy, policy.layer(spec), x) for spec, x in zip(specs, caches, strict=True)]
     # All devices that share slots know which are live, and each holds an equal part.
-    return jnp.stack([-(-jnp.sum(x.live, dtype=jnp.int32) // x.dealt) for x in found])[None]
+    return jnp.stack([-(-jnp.sum(x.live, dtype=jnp.int32) // x.slot_shards) for x in found])[None]
 
 
 def _counting(policy: Policy, specs: Specs, *_: Any) -> Partition | None:
@@ -70,6 +70,6 @@ def _layer(policy: Policy, layer: CacheLayer[Any], live: int) -> int:
     state = jax.eval_shape(layer.init)
     if policy.info.memory == "quantized":
         held = state.cache
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) * live * held.dealt // held.pos.size
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) * live * held.slot_shards // held.pos.size
     pairs = live * 2 * layer.spec.head_dim * layer.spec.dtype.itemsize
     return min(pairs, layer.bytes_read)

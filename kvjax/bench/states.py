@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from kvjax._util.randomness import random_key
-from kvjax.cache import LayerSpec, Prompt, host_memory
+from kvjax.cache import LayerSpec, PromptKV, host_memory
 from kvjax.cache.shard import DATA, HEADS
 from kvjax.policies import Policy, prefill_alone
 from kvjax.policies.base import Carry
@@ -96,7 +96,7 @@ def _prefill(
         for one, count in zip(jax.random.split(key, 3), heads, strict=True)
     )
     lengths = jnp.full((spec.batch,), context, jnp.int32)
-    prompt = Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens)
+    prompt = PromptKV.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens)
     (layer,) = decoding.layers_of(policy, (spec,))
     state, carry = prefill_alone(layer, prompt, carry)
     return state, jax.tree.map(lambda x: x[None], carry) if over_mesh else carry

@@ -37,7 +37,7 @@ def serve(header: Callable[[], dict[str, Any]], measure: Callable[[dict[str, Any
 def main() -> None:
     """Measure kvjax, or with `compile_only` compile its programs into the compilation cache."""
     options = json.loads(sys.argv[1])
-    from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
+    from kvjax.runtime.disk_cache import VARIABLE, keep_unless_refused
 
     os.environ[VARIABLE] = str(int(options["compilation_cache"]))
     keep_unless_refused()

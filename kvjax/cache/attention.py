@@ -24,11 +24,11 @@ from kvjax.pallas_kernels import (
 )
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .dealt import merged, own, own_pages, own_slot, stripes
 from .packing import Bits, PackedCache
+from .sharded import local_pages, local_part, local_slot, merged, stripes
 from .spec import LayerSpec
 from .state import LayerCache
-from .tokens import Prompt, Token, TokenBlock
+from .tokens import PromptKV, Token, TokenBlock
 
 
 def attend(
@@ -52,11 +52,11 @@ def attend(
         it tells what is kept, and that has none.
     """
     rope, weight, keys = spec.rope, _seen(spec, cache, token.position), cache.k
-    if cache.dealt > 1:
-        assert ranks is None, "keys of a cache that is dealt are rotated"
+    if cache.slot_shards > 1:
+        assert ranks is None, "keys of a cache that is sharded are rotated"
         assert not probs, "devices that share a head's slots do not tell each other probabilities"
-        part = decode_attention(token.query, keys, cache.v, own(weight, cache.dealt), scale=spec.scale)
-        return merged(part.out, part.logsumexp, cache.dealt), None
+        part = decode_attention(token.query, keys, cache.v, local_part(weight, cache.slot_shards), scale=spec.scale)
+        return merged(part.out, part.logsumexp, cache.slot_shards), None
     query, rotation = token.query if ranks is None else token.q, None
     if ranks is not None and rope.rotates_halves_of(spec.head_dim):
         rotation = Rotation(*ranks, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
@@ -77,7 +77,7 @@ def attend_split(
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
-    if any(cache.dealt > 1 for cache in caches):
+    if any(cache.slot_shards > 1 for cache in caches):
         group = spec.num_heads // spec.num_kv_heads
         order = np.argsort(np.concatenate([query_heads(mine, group) for mine in heads]))
         outs = [
@@ -105,11 +105,11 @@ def attend_selected(
         index, live, page: pages of slots, and which of them are meant, see `gather_attention`.
     """
     k, v, query = cache.k, cache.v, token.query
-    if cache.dealt == 1:
+    if cache.slot_shards == 1:
         return gather_attention(query, k, v, index, live, scale=spec.scale, page=page, tokens=cache.seen).out
-    index, live, page = own_pages(cache, index, live, page)
+    index, live, page = local_pages(cache, index, live, page)
     part = gather_attention(query, k, v, index, live, scale=spec.scale, page=page)
-    return merged(part.out, part.logsumexp, cache.dealt)
+    return merged(part.out, part.logsumexp, cache.slot_shards)
 
 
 def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bits) -> Float[Array, "B N H"]:
@@ -119,12 +119,12 @@ def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bi
         visible &= cache.pos > token.position[:, None, None] - spec.window
     slots = PackedSlots(cache.k, cache.v, cache.k_recent, cache.v_recent, cache.k_packed, cache.next)
     options: Any = {"bits": bits, "scale": spec.scale}
-    if cache.dealt == 1:
+    if cache.slot_shards == 1:
         return packed_decode_attention(token.q_rotated, slots, visible, **options)
     packed, latest, late = packed_and_latest(slots, visible)
-    packed, latest = own(packed, cache.dealt), own_slot(cache, latest)
+    packed, latest = local_part(packed, cache.slot_shards), local_slot(cache, latest)
     found = partial_packed_attention(token.q_rotated, slots, packed, latest, late, **options)
-    return merged(*found, cache.dealt)
+    return merged(*found, cache.slot_shards)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
@@ -140,15 +140,15 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
     pos = jnp.where(held.live, held.pos, -1)
     begun = held.next - block.count[:, None]
     options = {"scale": spec.scale, "window": spec.window, "run": Run(jnp.zeros_like(begun), begun)}
-    if held.dealt > 1:
-        places, weight = own(pos, held.dealt, -1), own(held.weight, held.dealt)
+    if held.slot_shards > 1:
+        places, weight = local_part(pos, held.slot_shards, -1), local_part(held.weight, held.slot_shards)
         slots = block.q_rotated, held.k, held.v, q_pos, places, weight
-        out, logsumexp = partial_block_attention(*slots, **options, stripes=stripes(held.dealt))
-        return merged(out, logsumexp, held.dealt)
+        out, logsumexp = partial_block_attention(*slots, **options, stripes=stripes(held.slot_shards))
+        return merged(out, logsumexp, held.slot_shards)
     return block_attention(block.q_rotated, held.k, held.v, q_pos, pos, held.weight, **options)
 
 
-def attend_prompt(spec: LayerSpec, prompt: Prompt) -> Float[Array, "B S N H"]:
+def attend_prompt(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B S N H"]:
     """Attention of a prompt's queries, each over the tokens up to its own position."""
     pos = jnp.broadcast_to(prompt.pos, (*prompt.pos.shape[:1], spec.num_kv_heads, prompt.size))
     k, v = (jnp.swapaxes(x, 1, 2) for x in (prompt.k_rotated, prompt.v))

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .state import LayerCache, compact_indices, move_forward
-from .tokens import Prompt, TokenBlock
+from .tokens import PromptKV, TokenBlock
 
 S = TypeVar("S")
 
 
-def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> Prompt:
+def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True) -> PromptKV:
     """A prompt of what is kept, in order and up against the block that follows.
 
     Args:
@@ -42,7 +42,7 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
         own = jnp.repeat(ranks[:, pos.shape[-1] :], group, axis=2)
         q_rotated = block.rope.rotate_by_table(block.q, own, ranks.shape[1])
     new = jnp.where(block.mask, block.positions, -1)[:, None]
-    return Prompt(
+    return PromptKV(
         q=block.q,
         k=keys,
         v=joined(kept.v, block.v),
@@ -55,7 +55,7 @@ def kept_and_block(kept: LayerCache, block: TokenBlock, *, rotated: bool = True)
     )
 
 
-def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> Prompt:
+def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Array, " B"]) -> PromptKV:
     """A prompt of what is kept alone, in order and up against the end, with rotated keys.
 
     Args:
@@ -72,7 +72,7 @@ def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Arra
         return jnp.swapaxes(jnp.where(pos[..., None] >= 0, x, jnp.zeros((), x.dtype)), 1, 2)
 
     k, lengths = ordered(kept.k), jnp.full_like(kept.seen, pos.shape[-1])
-    return Prompt(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
+    return PromptKV(q, k, ordered(kept.v), q, k, pos, lengths, kept.seen, total)
 
 
 def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> LayerCache:
@@ -97,7 +97,7 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
 
 
 def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
-    """What else is known of slots, by the places of `kept_and_block`; zero for the block's."""
+    """What else is known of slots, by the places of `as_prompt_with_block`; zero for the block's."""
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
     free = kept.pos.shape[-1] - kept.count
     live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
@@ -115,7 +115,7 @@ def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
     return jnp.argsort(jnp.where(kept.live, kept.pos, -1), axis=-1, stable=True).astype(jnp.int32)
 
 
-def in_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
+def where_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
     """A state that is `new` in some rows, and in the others as it was."""
 
     def chosen(new: Array, old: Array) -> Array:

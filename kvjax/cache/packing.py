@@ -31,7 +31,7 @@ class PackedCache:
         k: rotated keys; those up to the last multiple of R before the newest token count.
         v: values; those but for the newest one and the R before it count.
         k_recent, v_recent: exact keys and values of the latest slots.
-        pos, next, seen, dealt: as in `LayerCache`. What is exact is on every device.
+        pos, next, seen, sharded: as in `LayerCache`. What is exact is on every device.
     """
 
     k: Packed
@@ -41,7 +41,7 @@ class PackedCache:
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def cache(self) -> Self:

@@ -13,14 +13,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, Shaped
 
 DATA, HEADS, COPIES, SLOTS = "data", "heads", "copies", "slots"
-"""Axes of a mesh: rows are dealt along the first, KV heads along the second; along the third devices hold the same heads, and along the
-fourth they hold the same heads and share their slots, where a layer's cache can be dealt so (`kvjax.cache.dealt`)."""
+"""Axes of a mesh: rows are sharded along the first, KV heads along the second; along the third devices hold the same heads, and along the
+fourth they hold the same heads and share their slots, where a layer's cache can be sharded so (`kvjax.cache.sharded`)."""
 
 SAME_HEADS = COPIES, SLOTS
 """Axes along which devices have the same KV heads."""
 
 MODEL = HEADS, COPIES, SLOTS
-"""Axes along which the columns of matrices and the vocabulary are dealt."""
+"""Axes along which the columns of matrices and the vocabulary are sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Shard:
 
     @property
     def data(self) -> int:
-        """Devices among which rows are dealt."""
+        """Devices among which rows are sharded."""
         return self._size(DATA)
 
     @property
     def heads(self) -> int:
-        """Devices among which KV heads are dealt."""
+        """Devices among which KV heads are sharded."""
         return self._size(HEADS)
 
     @property
@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def slots(self) -> int:
-        """Devices that hold the same KV heads, and share their slots where these can be dealt."""
+        """Devices that hold the same KV heads, and share their slots where these can be sharded."""
         return self._size(SLOTS)
 
     @property
@@ -62,7 +62,7 @@ class Shard:
 
     @property
     def model(self) -> int:
-        """Devices among which the matrices' columns and the vocabulary are dealt."""
+        """Devices among which the matrices' columns and the vocabulary are sharded."""
         return self.heads * self.same_heads
 
     @property
@@ -109,7 +109,7 @@ class Shard:
         return own if self.heads == 1 else jax.lax.axis_index(HEADS).astype(jnp.int32) * count + own
 
     def max_over_data(self, x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-        """The highest on any of the devices among which rows are dealt."""
+        """The highest on any of the devices among which rows are sharded."""
         return x if self.data == 1 else jax.lax.pmax(x, DATA)
 
     def gather_over_data(self, x: Shaped[Array, "B *S"]) -> Shaped[Array, "_ *S"]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .spec import LayerSpec
-from .tokens import Prompt, prompt_mask
+from .tokens import PromptKV, prompt_mask
 
 
 @flax.struct.dataclass
@@ -25,7 +25,7 @@ class LayerCache:
         weight: 0 free, 1 a token, n a cluster of n tokens.
         next: the slot that the next token goes to.
         seen: tokens that have passed through this cache, kept or not.
-        dealt: among how many devices keys and values are dealt by slots, each of which has a part of C; see `kvjax.cache.dealt`.
+        sharded: among how many devices keys and values are sharded by slots, each of which has a part of C; see `kvjax.cache.sharded`.
     """
 
     k: Float[Array, "B K _ H"]
@@ -34,7 +34,7 @@ class LayerCache:
     weight: Float[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def live(self) -> Bool[Array, "B K C"]:
@@ -80,7 +80,7 @@ def extended(held: LayerCache, slots: int) -> LayerCache:
     return dataclasses.replace(held, k=k, v=v, pos=padded(held.pos, -1), weight=weight)
 
 
-def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
+def from_prompt(spec: LayerSpec, capacity: int, prompt: PromptKV) -> LayerCache:
     """All tokens of a prompt, padded to at most `capacity`, with rotated keys in the first slots of a new cache.
 
     Raises:
@@ -90,7 +90,7 @@ def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
     if prompt.size > capacity:
         raise ValueError(
             f"a prompt padded to {prompt.size} tokens does not fit {capacity} slots; override prefill, and choose what to keep by "
-            "gather_kept, or raise max_kept"
+            "keep, or raise max_kept"
         )
     live = prompt_mask(prompt.lengths, capacity)[:, None]
     live = jnp.broadcast_to(live, (spec.batch, spec.num_kv_heads, capacity))
@@ -111,8 +111,8 @@ def from_prompt(spec: LayerSpec, capacity: int, prompt: Prompt) -> LayerCache:
     )
 
 
-def gather_kept(
-    spec: LayerSpec, capacity: int, prompt: Prompt, keep: Bool[Array, "B K T"], *, rotated: bool = True
+def keep(
+    spec: LayerSpec, capacity: int, prompt: PromptKV, keep: Bool[Array, "B K T"], *, rotated: bool = True
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
     """The kept tokens of a prompt, in order, in the first slots of a new cache.
 
@@ -131,7 +131,7 @@ def gather_kept(
     return _gathered(capacity, spec.dtype, k, prompt.v, keep & prompt.live, prompt.places, prompt.seen)
 
 
-def _check_prompt(spec: LayerSpec, prompt: Prompt) -> None:
+def _check_prompt(spec: LayerSpec, prompt: PromptKV) -> None:
     rows, _, heads, _ = prompt.v.shape
     if (rows, heads) != (spec.batch, spec.num_kv_heads):
         raise ValueError(
@@ -149,7 +149,7 @@ def _gathered(
     pos: Int[Array, "B K T"] | None,
     seen: Int[Array, " B"],
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
-    """`gather_kept`, traced once for all layers of one shape."""
+    """`keep`, traced once for all layers of one shape."""
     index, live = compact_indices(keep, capacity)
     gather = einops.rearrange(index, "b k c -> b c k 1")
 

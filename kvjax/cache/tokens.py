@@ -21,11 +21,11 @@ Rotated = Float[Array, "B N H"] | DeferredRope
 
 
 @flax.struct.dataclass
-class Prompt:
+class PromptKV:
     """Right-padded prompts as one layer sees them. B rows, T places, S queries, N query heads, K KV heads, H head dim.
 
     A whole prompt has S = T. Where a text is read in blocks, each block makes a prompt together with what is kept of the text before it,
-    which comes first, in order, each head's as many as it has up against the block: T - S places without queries (see `kept_and_block`).
+    which comes first, in order, each head's as many as it has up against the block: T - S places without queries (see `as_prompt_with_block`).
 
     Attributes:
         q, k, v: unrotated queries and keys, and values. Of what was kept rotated, `k` is rotated.
@@ -87,7 +87,7 @@ class Prompt:
         """Positions for operations that take those of whole prompts for granted, and then need not be told."""
         return self.pos if self.before else None
 
-    def heads(self, kv_heads: np.ndarray) -> "Prompt":
+    def heads(self, kv_heads: np.ndarray) -> "PromptKV":
         """Some of the KV heads of a whole prompt, and the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         return dataclasses.replace(

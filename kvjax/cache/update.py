@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kvjax.pallas_kernels import SlotUpdate, write_sharded_slots, write_slots
 
 from . import host_memory
-from .dealt import own_slot
+from .sharded import local_slot
 from .state import LayerCache, compact_indices, move_forward
 from .tokens import Token, TokenBlock
 
@@ -39,13 +39,13 @@ def insert(
         stores, values = [], []
     else:
         stored, stores, values = [], [cache.k, cache.v], [key, token.v]
-    if cache.dealt > 1:  # these are in one device, all else in every one
-        stored, stores, values = write_slots(stores, own_slot(cache, cache.next), values), [], []
+    if cache.slot_shards > 1:  # these are in one device, all else in every one
+        stored, stores, values = write_slots(stores, local_slot(cache, cache.next), values), [], []
     arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
     values += [token.position[:, None], 1.0, *(value for _, value in extra)]
     written = write_slots(arrays, cache.next, values, [cache.next, cache.seen])
     *others, following, seen = written[len(stores) + 2 :]
-    kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, dealt=cache.dealt)
+    kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, slot_shards=cache.slot_shards)
     return kept, others
 
 
@@ -56,7 +56,7 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
         heads: for each cache, which of the KV heads it has.
         token: of all heads.
     """
-    if any(cache.dealt > 1 for cache in caches):
+    if any(cache.slot_shards > 1 for cache in caches):
         return [insert(cache, token.heads(np.asarray(own)))[0] for cache, own in zip(caches, heads, strict=True)]
     values = [token.key, token.v, token.position[:, None], 1.0]
     written = write_sharded_slots(
@@ -116,7 +116,7 @@ def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
     place = jnp.arange(block.size, dtype=jnp.int32)
     slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of range: dropped
-    own = slot if cache.dealt == 1 else own_slot(cache, slot)
+    own = slot if cache.slot_shards == 1 else local_slot(cache, slot)
 
     def written(array: Array, values: Any, slot: Array = slot) -> Array:
         return array.at[rows[:, None, None], heads[:, None], slot].set(values, mode="drop")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax._util import user_files
-from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.models import Params, transformer
 from kvjax.policies.base import CacheLayer, Carry, Policy
 from kvjax.runtime.program import Program
@@ -35,7 +35,7 @@ class Recorder(Policy):
 class RecorderLayer(CacheLayer[Recorder]):
     """One layer of a `Recorder`."""
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return self.policy.measure(self.spec, prompt.q_rotated, prompt.k_rotated, prompt.v), carry
 
 

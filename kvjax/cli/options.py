@@ -144,7 +144,7 @@ class ModelOptions:
     def _load(self, **more: Any) -> "Params":
         from kvjax.conversion import load
         from kvjax.models.sharding import get_mesh
-        from kvjax.runtime.compilation_cache import VARIABLE, keep_unless_refused
+        from kvjax.runtime.disk_cache import VARIABLE, keep_unless_refused
 
         start_jax(devices=True)
         os.environ[VARIABLE] = str(int(self.compilation_cache))

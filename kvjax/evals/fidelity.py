@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from kvjax._util.any_rank import any_rank
 from kvjax.analysis.layers import jaccard
-from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, Token, layer_specs
 from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, partitions
@@ -146,7 +146,7 @@ def fidelity(
 class _ReaderLayer(CacheLayer[Policy]):
     """Keeps the inputs of attention for a prompt."""
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Any, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
 
 
@@ -155,13 +155,13 @@ def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[
     return transformer.prefill(params, tokens, lengths, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
 
 
-def _dealt(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
+def _sharded(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
     """How `read_text` is sharded over the devices of a mesh."""
     shard, by_heads = specs[0].shard, PartitionSpec(None, HEADS)
     return None if shard.mesh is None else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(specs))
 
 
-read_text = Program(_read, static=1, partition=_dealt)
+read_text = Program(_read, static=1, partition=_sharded)
 """`read_text(specs, params, tokens)`: queries, keys and values of a text [1, T], by layer, compiled. On a mesh they are sharded by heads."""
 
 
@@ -194,7 +194,7 @@ def _replay(policy: Policy, specs: tuple[LayerSpec, ...], prompt: int, reading: 
     carry: Carry = {}
     for cache, layer in zip(caches, layers, strict=True):
         q, k, v = (padded(x) for x in layer)
-        given = Prompt.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
+        given = PromptKV.of(cache.spec.rope, q, k, v, lengths, jnp.full((rows,), total, jnp.int32))
         state, carry = prefill_alone(cache, given, carry)
         states.append(state)
 

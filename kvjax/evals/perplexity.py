@@ -259,7 +259,7 @@ def _stream_chunk(
     return jax.lax.fori_loop(0, count, read_token, (caches, *buffers))
 
 
-def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
+def _sharded(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Partition | None:
     """How `stream` is sharded over the devices of a mesh."""
     shard = specs[0].shard
     if shard.mesh is None:
@@ -268,7 +268,7 @@ def _dealt(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> Pa
     return shard, (partitions(params), caches, ROWS, ROWS, ROWS, ALL), (caches, ROWS, ROWS)
 
 
-stream = Program(_stream_chunk, static=2, donate=(3,), partition=_dealt, canonical=decoding.of_steps)
+stream = Program(_stream_chunk, static=2, donate=(3,), partition=_sharded, canonical=decoding.of_steps)
 """`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
 
 

@@ -65,7 +65,7 @@ class Plan:
             return self.prefill_block
         config = self.params.config
         policy = policy.bind(config)
-        shard = get_shard(self.mesh, config, joint_heads=policy.info.joint_heads)
+        shard = get_shard(self.mesh, config, heads_coupled=policy.info.heads_coupled)
         return automatic_block(self.params, policy, shard, batch.rows, batch.prompt, batch.new_tokens)
 
     def row_bytes(self, policy: Policy, batch: Batch) -> dict[str, float]:

@@ -30,7 +30,7 @@ from kvjax.models import Params
 from kvjax.models.sharding import AXES, bytes_per_device, parse_mesh
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.unbound import check_unbound
-from kvjax.runtime import ahead_of_time
+from kvjax.runtime import absent_tpu
 from kvjax.runtime.engine import Engine, Memory
 from kvjax.runtime.generation import BLOCK
 
@@ -56,7 +56,7 @@ CHIPS: Mapping[tuple[str, int], str] = {
     ("v5p", 4): "v5p:2x2x1",
     ("v6e", 8): "v6e:2x4",
 }
-"""Device and count → name in `kvjax.runtime.ahead_of_time.mesh`."""
+"""Device and count → name in `kvjax.runtime.absent_tpu.mesh`."""
 
 _Sizes = tuple[int, ...]
 """Number of devices along each of `AXES`."""
@@ -379,7 +379,7 @@ class _Question:
         chips = CHIPS.get((self.device, self.count))
         if chips is None:
             raise RuntimeError(f"{self.count} x {self.device} has no ahead-of-time compiler here")
-        return ahead_of_time.memory_of(engine(ahead_of_time.mesh(chips).devices))
+        return absent_tpu.memory_of(engine(absent_tpu.mesh(chips).devices))
 
 
 def _every_mesh(count: int, config: ModelConfig, policy: Policy) -> list[_Sizes]:
@@ -388,7 +388,7 @@ def _every_mesh(count: int, config: ModelConfig, policy: Policy) -> list[_Sizes]
     return [
         (data, model, slots)
         for data, model, slots in sizes
-        if slots == 1 or (not policy.info.joint_heads and math.gcd(config.num_kv_heads, model * slots) == model)
+        if slots == 1 or (not policy.info.heads_coupled and math.gcd(config.num_kv_heads, model * slots) == model)
     ]
 
 

@@ -43,7 +43,7 @@ class AdaKV(SnapKV):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     keeps_highest: ClassVar[bool] = False

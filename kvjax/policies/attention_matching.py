@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.gradients import without_gradient
 
@@ -60,7 +60,7 @@ class AttentionMatching(PromptScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        fits=True,
+        refits_values=True,
     )
 
     keeps_highest: ClassVar[bool] = False
@@ -116,7 +116,7 @@ class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
     def replays(self) -> tuple[Replay, ...]:
         return (self.policy.replay,) if self.policy.max_budget(self.spec) < self.spec.prompt_len else ()
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         policy, spec = self.policy, self.spec
         if not self.replays:  # no row exceeds its budget
             return cache.from_prompt(spec, self.capacity, prompt), carry
@@ -148,7 +148,7 @@ class AttentionMatchingLayer(PromptScorerLayer[AttentionMatching]):
         best, weight, values = (x.reshape(*k.shape[:2], *x.shape[1:]) for x in found)
 
         keep = jnp.where(whole[:, None, None], pos >= 0, best | (pos >= 0) & ~inside)
-        kept, _ = cache.gather_kept(spec, self.capacity, prompt, keep)
+        kept, _ = cache.keep(spec, self.capacity, prompt, keep)
         fitted = kept.live & (kept.pos >= policy.prefix) & ~whole[:, None, None]
         place = jnp.clip(jnp.arange(self.capacity, dtype=jnp.int32) - policy.prefix, 0, size - 1)
         weight, values = jnp.take(weight, place, axis=2), jnp.take(values, place, axis=2).astype(kept.v.dtype)

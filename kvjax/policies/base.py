@@ -12,7 +12,7 @@ The model calls them once for the prompt, and once for every new token:
 
 `CacheLayer` itself keeps everything. A method overrides the functions that it changes.
 
-A `Prompt` and a `Token` have queries and keys both rotated and not. A policy that keeps original positions stores rotated keys. One
+A `PromptKV` and a `Token` have queries and keys both rotated and not. A policy that keeps original positions stores rotated keys. One
 that assigns new positions rotates when it attends. `carry` travels from layer to layer within one step, and holds what a layer
 passes to later layers.
 
@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax._util.any_rank import any_rank
 from kvjax._util.arguments import plain
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.config import ModelConfig
 
 from .budget import check_budget
@@ -203,13 +203,13 @@ class CacheLayer(Generic[P]):
     def shards_own_store(self) -> bool:
         """Whether devices can each hold some slots of a store of the layer's own.
 
-        Its state then has `k`, `v`, `slot_axes`, `pos` [B, K, C] and `dealt`, as a `LayerCache` has.
+        Its state then has `k`, `v`, `slot_axes`, `pos` [B, K, C] and `slot_shards`, as a `LayerCache` has.
         """
         return False
 
     @property
     def shards_slots(self) -> bool:
-        """Whether devices can each hold some slots of the keys and values (`kvjax.policies.dealt`).
+        """Whether devices can each hold some slots of the keys and values (`kvjax.policies.sharded`).
 
         Such a layer leaves its keys and values to functions of `kvjax.cache` while it decodes. A sparse layer with a store of its
         own leaves them to the code that passes it what it selects (`SparseLayer.attend_to`).
@@ -231,8 +231,8 @@ class CacheLayer(Generic[P]):
         return ()
 
     @property
-    def surroundings(self) -> bool:
-        """Whether the carry of `prefill` and `read_block` needs what is around attention (`Surroundings`)."""
+    def needs_context(self) -> bool:
+        """Whether the carry of `prefill` and `read_block` needs what is around attention (`AttentionContext`)."""
         return False
 
     @property
@@ -277,7 +277,7 @@ class CacheLayer(Generic[P]):
         """
         return cache.empty(self.spec, self.capacity)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         """The state after a right-padded prompt."""
         return cache.from_prompt(self.spec, self.capacity, prompt), carry
 
@@ -296,7 +296,7 @@ class CacheLayer(Generic[P]):
         def one(state: State, given: Any) -> tuple[State, Array]:
             token, exists = given
             out, new, _ = self.attend(self.append(state, token), token, {})
-            return cache.in_rows(exists, self.compress(new), state), out
+            return cache.where_rows(exists, self.compress(new), state), out
 
         state, out = jax.lax.scan(one, state, (block.by_token(), jnp.swapaxes(block.mask, 0, 1)))
         return jnp.swapaxes(out, 0, 1), state, carry
@@ -379,8 +379,8 @@ class WrappedLayer(CacheLayer[P]):
         return self.inner.replays
 
     @property
-    def surroundings(self) -> bool:
-        return self.inner.surroundings
+    def needs_context(self) -> bool:
+        return self.inner.needs_context
 
     @property
     def reduces_heads(self) -> bool:
@@ -401,7 +401,7 @@ class WrappedLayer(CacheLayer[P]):
     def init(self, total: Int[Array, " B"] | None = None) -> State:
         return self.inner.init(total)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         return self.inner.prefill(prompt, carry)
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
@@ -442,22 +442,22 @@ def read_as_prompt(
     """`CacheLayer.read_block` of layers whose `prefill` chooses from what is kept and a block as it does from a prompt.
 
     Args:
-        rotated: see `kept_and_block`.
+        rotated: see `as_prompt_with_block`.
     """
     check_reads_blocks(layer)
-    prompt = cache.kept_and_block(layer.view(state), block, rotated=rotated)
+    prompt = cache.as_prompt_with_block(layer.view(state), block, rotated=rotated)
     new, carry = layer.prefill(prompt, carry)
-    return cache.attend_prompt(layer.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+    return cache.attend_prompt(layer.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
 
 @any_rank
-def prefill_alone(layer: CacheLayer[Any], prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
     """`CacheLayer.prefill` of a layer without a model, including a layer that reads parts of its prompt again.
 
     Without a model nothing can be read again, so replays observe the queries, keys and values of the first pass.
     """
     for replay in layer.replays:
-        carry = replay.told(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
+        carry = replay.with_observed(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
     return layer.prefill(prompt, carry)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 
 from .base import CacheLayer, Carry, Reads, State
 from .families.noise import uniform
@@ -44,7 +44,7 @@ class CaM(StreamingLLM):
         summary="as StreamingLLM, with values that leave the window often merged into those that follow",
         memory="freed",
         stage="both",
-        accumulates_values=True,
+        adds_dropped_values=True,
         positions="cache_rank",
     )
 
@@ -88,7 +88,7 @@ class CaMLayer(StreamingLayer[CaM]):
         stream = super().init(total)
         return MergingCache(stream.cache, stream.budget, jnp.zeros_like(stream.cache.weight))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[MergingCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[MergingCache, Carry]:
         stream, carry = super().prefill(prompt, carry)
         mass = all_queries(prompt, self.spec)
         mass = jnp.take_along_axis(mass, jnp.maximum(stream.cache.pos, 0), axis=-1)

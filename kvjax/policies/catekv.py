@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, TokenBlock
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
@@ -104,7 +104,7 @@ class ChunkHeadLayer(CacheLayer[ChunkHead]):
     def max_kept(self) -> int:
         return min(self.policy.max_prompt_kept(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         parts, lengths = self.policy.layout, prompt.lengths
         budget = budget_rows(parts.budget, prompt.total, parts.least_slots)
         sinks, recent = parts.regions(budget)
@@ -123,7 +123,7 @@ class ChunkHeadLayer(CacheLayer[ChunkHead]):
         of_best = jnp.take_along_axis(best, jnp.where(inside, chunk, 0)[:, None], axis=-1)
         outside = (place < begin[:, None]) | (place >= (lengths - recent - tail)[:, None])
         keep = (inside[:, None] & of_best) | outside[:, None] | (prompt.seen <= budget)[:, None, None]
-        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
+        return cache.keep(self.spec, self.capacity, prompt, keep)[0], carry
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry
@@ -271,7 +271,7 @@ class CateKV(Policy):
 
 
 def chunk_scores(
-    prompt: Prompt, spec: LayerSpec, layout: Layout, middle: tuple[Int[Array, " B"], Int[Array, " B"]]
+    prompt: PromptKV, spec: LayerSpec, layout: Layout, middle: tuple[Int[Array, " B"], Int[Array, " B"]]
 ) -> Float[Array, "B K M"]:
     """One score for each chunk of the observation matrix, which itself is nowhere held.
 

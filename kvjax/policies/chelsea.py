@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import Clusters, chunk_similarity, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
@@ -307,7 +307,7 @@ class ChelseaLayer(CacheLayer[Chelsea]):
         empty = cache.empty(self.spec, self.capacity)
         return Centroids(empty, jnp.zeros_like(tokens), self.policy.row_budgets(tokens))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Centroids, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Centroids, Carry]:
         policy, capacity, size = self.policy, self.capacity, prompt.size
         held = cache.from_prompt(self.spec, max(capacity, size), prompt)
         budgets = policy.row_budgets(prompt.total)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt, prompt_mask
+from kvjax.cache import LayerSpec, PromptKV, prompt_mask
 from kvjax.pallas_kernels import top_k
 
 from .base import CacheLayer, Carry, Policy, Reads
@@ -103,12 +103,12 @@ class ChunkKV(PromptScorer):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return ChunkKVLayer(self, spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return last_queries(prompt, self.window, spec, kind="softmax" if self.score == "softmax" else "logits")
 
     @property
     def info(self) -> PolicyInfo:
-        return dataclasses.replace(self.about, joint_heads=self.shared_heads or self.rule == "kvpress")
+        return dataclasses.replace(self.about, heads_coupled=self.shared_heads or self.rule == "kvpress")
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
         return (
@@ -225,7 +225,7 @@ class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
         """The same in the layers that share a choice, where they have the same heads."""
         return repr((super().key, self.spec.layer // self.policy.reuse))
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         keep = carry.get(self.key)  # chosen by the first layer of this one's group
         if keep is None:
             keep, _ = super().chosen(prompt, carry)

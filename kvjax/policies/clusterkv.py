@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax._util.randomness import random_key, uniform
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import CacheLayer, Carry, Policy, Reads, When, check_reads_blocks
@@ -178,7 +178,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         budget = budget_rows(self.policy.budget, spec.totals(total), self.policy.sinks + 1)
         return self._unclustered(cache.empty(spec, self.capacity), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ClusteredCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ClusteredCache, Carry]:
         policy, spec, lengths, tokens = self.policy, self.spec, prompt.lengths, prompt.size
         kept = cache.from_prompt(spec, self.capacity, prompt)
         state = self._unclustered(kept, budget_rows(policy.budget, prompt.total, policy.sinks + 1))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax._util.randomness import normal, random_key
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.ties import SHARE
 
@@ -84,7 +84,7 @@ class Compactor(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + self.recent
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         place = jnp.arange(prompt.size, dtype=jnp.int32)
         inside = (place >= self.sinks) & (place < (prompt.lengths - self.recent)[:, None])
         prompt = jax.lax.stop_gradient(prompt)
@@ -110,7 +110,7 @@ class Compactor(PromptScorer):
         heads = spec.num_kv_heads * spec.shard.heads
         return (normal(key, (heads, spec.head_dim, self.sketch)) * self.sketch**-0.5)[spec.head_ids]
 
-    def attention(self, spec: LayerSpec, prompt: Prompt, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
+    def attention(self, spec: LayerSpec, prompt: PromptKV, inside: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
         """What all queries of a token's chunk give to it, mean over the group; chunks begin behind the sinks."""
         _, size, kv_heads, _ = prompt.k.shape
         chunk = min(self.chunk, max(size - self.sinks, 1))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 
 from .base import CacheLayer, Carry
 from .families.scoring import PromptScorer, PromptScorerLayer
@@ -60,14 +60,14 @@ class ExpectedAttention(PromptScorer):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return ExpectedAttentionLayer(self, spec) if spec.block else super().layer(spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return self.expected(spec, prompt, self.statistics(prompt))
 
-    def statistics(self, prompt: Prompt) -> "Queries":
+    def statistics(self, prompt: PromptKV) -> "Queries":
         """Statistics of a prompt's queries behind the sinks."""
         return Queries.of(prompt.q, prompt.pos[:, 0, prompt.before :] >= self.sinks)
 
-    def expected(self, spec: LayerSpec, prompt: Prompt, queries: "Queries") -> Float[Array, "B K T"]:
+    def expected(self, spec: LayerSpec, prompt: PromptKV, queries: "Queries") -> Float[Array, "B K T"]:
         """Scores of a prompt's tokens for future queries like these."""
         mean, covariance = self._future_query(spec, queries, prompt.seen)
         mean, covariance = (
@@ -146,15 +146,15 @@ class ExpectedAttentionLayer(PromptScorerLayer[ExpectedAttention]):
         none = jnp.zeros((spec.batch, 1, spec.num_heads, spec.head_dim), jnp.float32)
         return Observed(super().init(total), Queries.of(none, jnp.zeros((spec.batch, 1), bool)))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Observed, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Observed, Carry]:
         return self._kept(prompt, self.policy.statistics(prompt)), carry
 
     def read_block(
         self, state: Observed, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], Observed, Carry]:
-        prompt = cache.kept_and_block(state.cache, block)
+        prompt = cache.as_prompt_with_block(state.cache, block)
         new = self._kept(prompt, state.queries.joined(self.policy.statistics(prompt)))
-        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+        return cache.attend_prompt(self.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
     def append(self, state: Observed, token: Token) -> Observed:
         return dataclasses.replace(state, cache=super().append(state.cache, token))
@@ -162,6 +162,6 @@ class ExpectedAttentionLayer(PromptScorerLayer[ExpectedAttention]):
     def attend(self, state: Observed, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Observed, Carry]:
         return super().attend(state.cache, token, carry)[0], state, carry
 
-    def _kept(self, prompt: Prompt, queries: Queries) -> Observed:
+    def _kept(self, prompt: PromptKV, queries: Queries) -> Observed:
         keep, _ = self.best(prompt, self.policy.expected(self.spec, prompt, queries))
-        return Observed(cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], queries)
+        return Observed(cache.keep(self.spec, self.capacity, prompt, keep)[0], queries)

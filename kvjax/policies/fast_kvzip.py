@@ -57,7 +57,7 @@ class FastKVzip(SurrogateScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
         trained=True,
     )
 

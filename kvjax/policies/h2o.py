@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 
 from .budget import check_least
 from .families.scoring import ScoreEviction, all_queries, last_queries
@@ -63,13 +63,13 @@ class H2O(ScoreEviction):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget // 2 if self.recent is None else budget * 0 + self.recent
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         if self.observers == "all":
             return all_queries(prompt, spec)
         mean = last_queries(prompt, self.window, spec)
         return mean * (prompt.lengths - prompt.before).clip(max=self.window).astype(mean.dtype)[:, None, None]
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return score + self.scores(spec, prompt)
 
     def update_score(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, prompt_mask
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token, prompt_mask
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import heads_of, top_k
 
@@ -172,7 +172,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
             budget=budget_rows(self.policy.budget, spec.totals(total), LEAST),
         )
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[SpeculativeCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[SpeculativeCache, Carry]:
         spec, kept = self.spec, cache.from_prompt(self.spec, self.capacity, prompt)
         skew = self._skew(prompt.q_rotated, prompt.k_rotated, prompt.lengths).astype(spec.dtype)
         partial = jnp.einsum("bkch,bkhp->bkcp", kept.k, skew, preferred_element_type=jnp.float32)
@@ -211,7 +211,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         count = jnp.clip(count, jnp.where(state.budget >= spec.max_tokens, state.budget - 1, 1), state.budget - 1)
         return best_pages(scores, candidates, count, self.selection_shape[1])
 
-    def _budgets(self, prompt: Prompt) -> Int[Array, " B"]:
+    def _budgets(self, prompt: PromptKV) -> Int[Array, " B"]:
         """Budget of each row; as many tokens as there can be where a row would read all of them alone, see `reads_everything`."""
         budget = budget_rows(self.policy.budget, prompt.total, LEAST)
         return jnp.where(reads_all(self.spec, prompt, budget), jnp.maximum(budget, self.spec.max_tokens), budget)

@@ -31,13 +31,13 @@ class PolicyInfo:
         stage: when it compresses: the "prompt" once it is read, while "decoding", "both", or "none".
         budget_excludes_new_tokens: whether the budget is for the prompt alone, and new tokens are kept in addition to it.
         merges: whether a slot may hold the mean of several tokens (it then counts as often, and weights sum to all tokens seen).
-        accumulates_values: whether values of tokens that go are added to those of tokens that stay.
-        fits: whether weights and values of kept tokens are fitted to stand for the whole prompt, and are no longer their own.
+        adds_dropped_values: whether values of tokens that go are added to those of tokens that stay.
+        refits_values: whether weights and values of kept tokens are fitted to stand for the whole prompt, and are no longer their own.
         positions: "original" (a token stays where it stood in the text) or "cache_rank" (its place among the kept ones, which
             keeps any sequence inside the trained window).
         takes_budget: whether a budget bears on what the policy holds or reads. (Without one it takes any, which has no effect.)
-        joint_heads: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh,
-            with some of their slots, where these can be dealt.
+        heads_coupled: whether a layer's KV heads share slots or have caches of unequal sizes; then all of them are on every device of a mesh,
+            with some of their slots, where these can be sharded.
         trained: whether it works with weights that were trained for a model, and do not come with kvjax.
         transform: what is done to the policy as a whole, such as "offloaded".
     """
@@ -49,11 +49,11 @@ class PolicyInfo:
     stage: Stage = "none"
     budget_excludes_new_tokens: bool = False
     merges: bool = False
-    accumulates_values: bool = False
-    fits: bool = False
+    adds_dropped_values: bool = False
+    refits_values: bool = False
     positions: Positions = "original"
     takes_budget: bool = True
-    joint_heads: bool = False
+    heads_coupled: bool = False
     trained: bool = False
     transform: str = ""
 
@@ -72,10 +72,10 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         stage=stages.pop() if len(stages) == 1 else "both",
         budget_excludes_new_tokens=any(info.budget_excludes_new_tokens for info in infos),
         merges=any(info.merges for info in infos),
-        accumulates_values=any(info.accumulates_values for info in infos),
-        fits=any(info.fits for info in infos),
+        adds_dropped_values=any(info.adds_dropped_values for info in infos),
+        refits_values=any(info.refits_values for info in infos),
         takes_budget=any(info.takes_budget for info in infos),
-        joint_heads=any(info.joint_heads for info in infos),
+        heads_coupled=any(info.heads_coupled for info in infos),
         trained=any(info.trained for info in infos),
         positions="cache_rank" if all(info.positions == "cache_rank" for info in infos) else "original",
     )

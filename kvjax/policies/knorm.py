@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 
 from .base import CacheLayer
 from .families.dense import DenseLayer
@@ -48,7 +48,7 @@ class KNorm(ScoreEviction):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return DenseLayer(self, spec) if spec.layer < self.dense_layers else super().layer(spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return -jnp.linalg.norm(prompt.k.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:

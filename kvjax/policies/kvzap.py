@@ -52,7 +52,7 @@ class KVzap(SurrogateScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
         trained=True,
     )
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
+from .attention_context import AttentionContext, projected_norms
 from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.ragged import RaggedLayer
@@ -21,7 +22,6 @@ from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .registry import register
 from .replay import Part, Replay
-from .surroundings import Surroundings, projected_norms
 
 FIRST = "\n\nRepeat the previous context exactly."
 THEN = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -71,7 +71,7 @@ class KVzip(PromptScorer):
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     keeps_highest: ClassVar[bool] = False
@@ -146,7 +146,9 @@ class Repetition(Replay):
     sinks: int = 4
     part_only: bool = False
 
-    def prepare(self, spec: LayerSpec, held: LayerCache, around: Surroundings | None) -> Float[Array, "B K G C"] | None:
+    def prepare(
+        self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None
+    ) -> Float[Array, "B K G C"] | None:
         """By what probabilities of the prompt's tokens are multiplied."""
         return None if around is None else projected_norms(spec, around, jax.lax.stop_gradient(held.v))
 
@@ -198,7 +200,7 @@ class Repetition(Replay):
 
     def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
         """By what probabilities are multiplied: by the part's tokens, and by what is read now."""
-        if not self.surroundings:
+        if not self.needs_context:
             return None
         assert part.around is not None
         values = jax.lax.dynamic_slice_in_dim(part.prepared, part.start, length, axis=-1)
@@ -220,7 +222,7 @@ class KVzipLayer(PromptScorerLayer[KVzip]):
     def replays(self) -> tuple[Replay, ...]:
         return (self.policy.replay,)
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         scores = replayed(self.policy, prompt.size, carry)[self.spec.layer]
         return self.best(prompt, _own(self.spec, scores))[0], carry
 
@@ -241,7 +243,7 @@ class SharedKVzipLayer(RaggedLayer[KVzip]):
             most = math.floor(most * policy.slack)
         return min(most, spec.prompt_len) + spec.new_tokens
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         policy, spec = self.policy, self.spec
         scores = replayed(policy, prompt.size, carry, self.key if policy.scope == "model" else None)
         layers = sorted(scores) if policy.scope == "model" else [spec.layer]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 
 from .base import CacheLayer
@@ -63,7 +63,7 @@ class LagKV(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0 + self.sinks, budget * 0 + 1
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         def relative(x: Float[Array, "B T K H"]) -> Float[Array, "B K M L"]:
             x = self._segments(einops.rearrange(x.astype(jnp.float32), "b t k h -> b k h t"))
             low, high = (jnp.roll(end, -1, axis=-2) for end in (x.min(-1, keepdims=True), x.max(-1, keepdims=True)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token, TokenBlock
 from kvjax.pallas_kernels import page_scores, top_k_indices, widen_bounds
 
 from .base import CacheLayer, Carry, Policy
@@ -150,7 +150,7 @@ class QuestLayer(SparseLayer[Quest]):
         bounds = jnp.zeros((spec.batch, spec.num_kv_heads, self.pages, 2 * spec.head_dim), spec.dtype)
         return PagedCache(kept, bounds, budget_rows(self.policy.budget, spec.totals(total), self.policy.least_tokens))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PagedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[PagedCache, Carry]:
         spec = self.spec
         keys, inside = paged(prompt.k_rotated.astype(spec.dtype), prompt.lengths, self.policy.page, self.pages)
         some = jnp.any(inside, axis=3)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 
 from .families.noise import uniform, uniform_by_head
 from .families.scoring import ScoreEviction
@@ -39,7 +39,7 @@ class Random(ScoreEviction):
     def query_window(self) -> int:
         return 0
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return uniform_by_head(spec, self.seed, jnp.maximum(prompt.pos, 0))
 
     def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:

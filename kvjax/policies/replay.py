@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, TokenBlock
 
-from .surroundings import Surroundings
+from .attention_context import AttentionContext
 
 Found = TypeVar("Found")
 
@@ -40,7 +40,7 @@ class Part:
     start: Int[Array, ""]
     count: Int[Array, " B"]
     words: Int[Array, ""]
-    around: Surroundings | None = None
+    around: AttentionContext | None = None
     prepared: Any = None
 
 
@@ -61,9 +61,9 @@ class Replay:
     skipped: int = 0
     first: str = ""
     then: str = ""
-    surroundings: bool = False
+    needs_context: bool = False
 
-    def prepare(self, spec: LayerSpec, held: LayerCache, around: Surroundings | None) -> Any:
+    def prepare(self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None) -> Any:
         """What one layer makes of a prompt once, before parts are read: `Part.prepared` of all of them.
 
         Args:
@@ -84,7 +84,7 @@ class Replay:
         """The most tokens of a part of such prompts."""
         return max(min(self.chunk, size - self.skipped), 1)
 
-    def told(self, layer: int, found: Any, carry: dict[str, Any], key: str = "") -> dict[str, Any]:
+    def with_observed(self, layer: int, found: Any, carry: dict[str, Any], key: str = "") -> dict[str, Any]:
         """The carry with what a layer has learnt: from all parts, one after the other along a new first axis.
 
         Args:
@@ -122,19 +122,19 @@ def over_parts(replay: Replay, size: int, lengths: Int[Array, " B"], read: Calla
     return jax.lax.fori_loop(jnp.zeros_like(count), count, add, start)
 
 
-def held_whole(spec: LayerSpec, prompt: Prompt, more: int) -> LayerCache:
+def held_whole(spec: LayerSpec, prompt: PromptKV, more: int) -> LayerCache:
     """All tokens of a whole prompt, and so many free slots more."""
     return cache.extended(cache.from_prompt(spec, prompt.size, prompt), more)
 
 
-def as_prompt(spec: LayerSpec, held: LayerCache, size: int, total: Int[Array, " B"]) -> Prompt:
+def as_prompt(spec: LayerSpec, held: LayerCache, size: int, total: Int[Array, " B"]) -> PromptKV:
     """The prompt whose keys and values are in the first `size` slots; its queries, and keys before rotation, are gone."""
     k, v = (jnp.swapaxes(x[:, :, :size], 1, 2) for x in (held.k, held.v))
     none = jnp.zeros((spec.batch, 0, spec.num_heads, spec.head_dim), k.dtype)
-    return Prompt(none, k, v, none, k, held.pos[:, :, :size], held.seen, held.seen, total)
+    return PromptKV(none, k, v, none, k, held.pos[:, :, :size], held.seen, held.seen, total)
 
 
-def without_model(replay: Replay, spec: LayerSpec, prompt: Prompt) -> Any:
+def without_model(replay: Replay, spec: LayerSpec, prompt: PromptKV) -> Any:
     """What one layer would learn if the model had for a part what it had when it read it first, and words were none.
 
     For a layer alone, as in benchmarks of layers, where no model is there to read.
@@ -142,7 +142,7 @@ def without_model(replay: Replay, spec: LayerSpec, prompt: Prompt) -> Any:
     size = replay.part_size(prompt.size)
     held = held_whole(spec, prompt, size)
     q, k, v = (jnp.pad(x, ((0, 0), (0, size), (0, 0), (0, 0))) for x in (prompt.q, prompt.k, prompt.v))
-    around = Surroundings.alone(spec)
+    around = AttentionContext.alone(spec)
     prepared = replay.prepare(spec, held, around)
 
     def read(i: Int[Array, ""]) -> Any:

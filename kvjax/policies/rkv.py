@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels import newest_duplicate
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.window_scores.types import Observers
@@ -85,7 +85,7 @@ class RKV(PromptScorer):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         live = jnp.broadcast_to(prompt.live, (*prompt.live.shape[:1], spec.num_kv_heads, prompt.size))
         k = jnp.swapaxes(jax.lax.stop_gradient(prompt.k_rotated), 1, 2)
         k = jnp.where(live[..., None], k, jnp.zeros((), k.dtype))
@@ -95,7 +95,7 @@ class RKV(PromptScorer):
         return self.weight * observed - (1 - self.weight) * charged
 
     def attention(
-        self, spec: LayerSpec, prompt: Prompt, k: Float[Array, "B K T H"], scored: Bool[Array, "B K T"]
+        self, spec: LayerSpec, prompt: PromptKV, k: Float[Array, "B K T H"], scored: Bool[Array, "B K T"]
     ) -> Float[Array, "B K T"]:
         """What the last queries give to the tokens that are `scored`: the largest logits of each group, softmax, mean over queries."""
         q = jax.lax.stop_gradient(prompt.q_rotated)

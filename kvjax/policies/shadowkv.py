@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
 from .base import CacheLayer, Carry, Policy
@@ -74,7 +74,7 @@ class ShadowKV(Policy):
         summary="the prompt's keys at low rank, all values, and exactly the chunks that stand out and new tokens",
         memory="sparse",
         stage="prompt",
-        joint_heads=True,
+        heads_coupled=True,
     )
 
     budget: int | float = 1024
@@ -158,12 +158,12 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
             budget=self._budget(spec.totals(total)),
         )
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ShadowCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ShadowCache, Carry]:
         policy, spec, k, v = self.policy, self.spec, prompt.k, prompt.v
         chunks = jnp.maximum(prompt.lengths // policy.chunk - policy.local_chunks, 0)
         landmarks, selectable = self._landmarks(prompt.k_rotated, chunks)
         exact = jnp.repeat(~selectable, policy.chunk, axis=-1)[..., : prompt.size]
-        kept, _ = cache.gather_kept(spec, self.capacity, prompt, exact)
+        kept, _ = cache.keep(spec, self.capacity, prompt, exact)
         inside = prompt.mask
         coefficients, basis = low_rank(jnp.where(inside[..., None, None], k, jnp.zeros((), k.dtype)), self.rank)
         values = jnp.where(inside[:, None, :, None], jnp.swapaxes(v, 1, 2), jnp.zeros((), v.dtype))

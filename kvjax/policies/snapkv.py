@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerSpec, Prompt, prompt_mask
+from kvjax.cache import LayerSpec, PromptKV, prompt_mask
 
 from .families.scoring import PromptScorer, last_queries, pool
 from .fields import check_fields
@@ -58,7 +58,7 @@ class SnapKV(PromptScorer):
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + self.window
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         observed = last_queries(prompt, self.window, spec)
         before = prompt_mask(prompt.lengths - self.window, prompt.size)[:, None]
         observed = jnp.where(before, observed, 0.0)

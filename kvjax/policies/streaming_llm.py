@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 
 from .base import CacheLayer, Carry, Policy, State, read_as_prompt
 from .budget import budget_rows, budget_tokens, check_least
@@ -83,13 +83,13 @@ class StreamingLayer(CacheLayer[S]):
         budget = budget_rows(self.policy.budget, self.spec.totals(total), self.policy.sinks + 1)
         return StreamingCache(cache.empty(self.spec, self.capacity), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[StreamingCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[StreamingCache, Carry]:
         budget = budget_rows(self.policy.budget, prompt.total, self.policy.sinks + 1)
         place = jnp.arange(prompt.size, dtype=jnp.int32)
         latest = place >= (prompt.lengths - budget + self.policy.sinks)[:, None, None]
         keep = (prompt.pos < self.policy.sinks) | latest
         keep = jnp.broadcast_to(keep, (self.spec.batch, self.spec.num_kv_heads, prompt.size))
-        kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep, rotated=self.rotated)
+        kept, _ = cache.keep(self.spec, self.capacity, prompt, keep, rotated=self.rotated)
         return StreamingCache(kept, budget), carry
 
     def read_block(

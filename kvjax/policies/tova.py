@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import LayerCache, LayerSpec, Prompt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV
 
 from .base import CacheLayer
 from .families.scoring import ScoreEviction, ScoreEvictionLayer, last_queries
@@ -47,10 +47,10 @@ class TOVA(ScoreEviction):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return TOVALayer(self, spec)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         return self._mean_over_heads(spec, last_queries(prompt, 1, spec))
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         return self.scores(spec, prompt)
 
     def update_score(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction
 
 from .base import CacheLayer, Carry, Policy
@@ -129,7 +129,7 @@ class TreeKV(Policy):
         Args:
             observers: queries of the observation block.
             scores: average attention of each token.
-            live, lengths: places that hold a token, and the end of each row, see `Prompt`.
+            live, lengths: places that hold a token, and the end of each row, see `PromptKV`.
             scope: left end of the eviction scope, in tokens.
             total: tokens that each row will reach.
 
@@ -254,18 +254,18 @@ class TreeKVLayer(CacheLayer[TreeKV]):
         zeros = jnp.zeros(empty.pos.shape, jnp.float32)
         return self._tree(empty, zeros, zeros, jnp.zeros_like(empty.next), self.spec.totals(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Tree, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Tree, Carry]:
         zeros = jnp.zeros((self.spec.batch, self.spec.num_kv_heads, prompt.size), jnp.float32)
         return self._chosen(prompt, zeros, zeros, jnp.zeros(zeros.shape[:2], jnp.int32)), carry
 
     def read_block(self, state: Tree, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], Tree, Carry]:
-        prompt = cache.kept_and_block(state.cache, block, rotated=False)
+        prompt = cache.as_prompt_with_block(state.cache, block, rotated=False)
         score, steps = (cache.with_places(state.cache, x, block) for x in (state.score, state.steps))
         new = self._chosen(prompt, score, steps, state.scope)
-        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+        return cache.attend_prompt(self.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
     def _chosen(
-        self, prompt: Prompt, score: Float[Array, "B K T"], steps: Float[Array, "B K T"], scope: Int[Array, "B K"]
+        self, prompt: PromptKV, score: Float[Array, "B K T"], steps: Float[Array, "B K T"], scope: Int[Array, "B K"]
     ) -> Tree:
         """What is kept of a prompt, whose tokens come with sums of attention over so many queries."""
         observers = min(self.policy.block, prompt.q.shape[1])
@@ -273,7 +273,7 @@ class TreeKVLayer(CacheLayer[TreeKV]):
         more = jnp.minimum(prompt.lengths - prompt.before, observers).astype(jnp.float32)[:, None, None]
         score, steps = score + observed * more, steps + more
         keep, scope = self.policy.keep_mask(observers, score / steps, prompt.live, prompt.lengths, scope, prompt.total)
-        kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep, rotated=False)
+        kept, index = cache.keep(self.spec, self.capacity, prompt, keep, rotated=False)
         score, steps = (jnp.where(kept.live, jnp.take_along_axis(x, index, axis=-1), 0.0) for x in (score, steps))
         return self._tree(kept, score, steps, scope, prompt.total)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
@@ -89,7 +89,7 @@ class TriAttention(PromptScorer):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         live = jnp.swapaxes(prompt.live, 1, 2)[..., None]
         k = jax.lax.stop_gradient(prompt.k_rotated)
         found = self.expected(spec, jnp.where(live, k, jnp.zeros((), k.dtype)), prompt.seen)

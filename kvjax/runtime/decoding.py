@@ -26,7 +26,7 @@ from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
 from kvjax.policies.base import CacheLayer
 from kvjax.policies.checks import calling, expect_same_state
-from kvjax.policies.dealt import dealt
+from kvjax.policies.sharded import sharded
 from kvjax.runtime import mesh, replay
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
@@ -81,7 +81,7 @@ def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Ar
 
 def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[CacheLayer[Any], ...]:
     """A bound policy's layers, with their slots sharded where devices share them."""
-    return tuple(dealt(policy.layer(spec)) for spec in specs)
+    return tuple(sharded(policy.layer(spec)) for spec in specs)
 
 
 def padded(
@@ -402,13 +402,13 @@ def _reading(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition
 def _going_on(rest: tuple[PartitionSpec, ...], results: tuple[PartitionSpec, ...]) -> Callable[..., Partition | None]:
     """Partitions of a program that continues from a state, given those of its other arguments and results."""
 
-    def dealt(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
+    def sharded(policy: Policy, specs: Specs, params: Params, *_: Any) -> Partition | None:
         if specs[0].shard.mesh is None:
             return None
         state = _state_partitions(policy, specs)
         return specs[0].shard, (partitions(params), state, *rest), (state, *results)
 
-    return dealt
+    return sharded
 
 
 def _extend(

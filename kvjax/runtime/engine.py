@@ -85,7 +85,7 @@ class Engine:
             on a mesh run there. With an `AbstractMesh` the engine only reports sizes. The axes are optional:
             "data" shards the batch.
             "model" shards KV heads, weight matrices and the vocabulary. With fewer KV heads than devices, several
-            devices hold the same heads. If the policy couples heads (`PolicyInfo.joint_heads`), devices along "model" all
+            devices hold the same heads. If the policy couples heads (`PolicyInfo.heads_coupled`), devices along "model" all
             hold all heads, and share slots instead.
             "sequence" shards the slots of the cache, and also weight matrices and the vocabulary. Caches whose slots
             cannot be sharded are replicated (`repeated_cache_bytes`).

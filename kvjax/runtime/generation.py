@@ -26,7 +26,7 @@ from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
-from kvjax.runtime.prompts import Message, Prompt, Question, asked_in_chats, question_ids, refuse_rows, token_ids
+from kvjax.runtime.prompts import Message, PromptLike, Question, asked_in_chats, question_ids, refuse_rows, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
 
 StopReason = Literal["eos", "length", "stop"]
@@ -89,7 +89,7 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens per second of prefill."""
+        """PromptLike tokens per second of prefill."""
         return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
 
     @property
@@ -170,7 +170,7 @@ def generate(
 
 def generate(
     params: Params,
-    prompt: Prompt | Sequence[Prompt],
+    prompt: PromptLike | Sequence[PromptLike],
     policy: str | Policy = "full",
     budget: int | float | None = None,
     max_new_tokens: int = 128,
@@ -204,7 +204,7 @@ def generate(
         temperature: sampling temperature; 0 is greedy.
         top_k, top_p, min_p: sampling filters, see `kvjax.runtime.sampling.Sampling`.
         seed: any whole number; only its remainder modulo 2**32 matters. The same seed and prompt give the same tokens.
-            Prompt i of a list samples as it would alone with `seed + i`.
+            PromptLike i of a list samples as it would alone with `seed + i`.
         stop: strings at which the text ends; they are not part of it. A special token such as "<|im_end|>" has to be a
             string by itself.
         ignore_eos: whether to continue after end tokens.
@@ -240,7 +240,7 @@ def generate(
 
 def stream(
     params: Params,
-    prompt: Prompt,
+    prompt: PromptLike,
     policy: str | Policy = "full",
     budget: int | float | None = None,
     max_new_tokens: int = 128,

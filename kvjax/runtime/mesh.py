@@ -15,14 +15,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache import RUN, LayerSpec, Shard, by_device, host_memory, in_order, slots_of_leaves
+from kvjax.cache import RUN, LayerSpec, Shard, global_order, host_memory, shard_order, slots_of_leaves
 from kvjax.cache.shard import COPIES, DATA, HEADS, ONE_DEVICE, SLOTS
 from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Policy, PolicyError
-from kvjax.policies.dealt import dealt
+from kvjax.policies.sharded import sharded
 from kvjax.policies.unbound import check_no_host_cache
 
 ALL, ROWS, OWN = PartitionSpec(), PartitionSpec(DATA), PartitionSpec((DATA, HEADS, COPIES, SLOTS))
@@ -38,7 +38,7 @@ def policy_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, po
     """
     if mesh is not None:
         check_no_host_cache(policy)
-    return get_shard(mesh, config, joint_heads=policy.info.joint_heads)
+    return get_shard(mesh, config, heads_coupled=policy.info.heads_coupled)
 
 
 def on_mesh(params: Params, mesh: Mesh | str | None, policy: Policy | None = None) -> tuple[Params, Mesh | None]:
@@ -74,8 +74,10 @@ def dealt_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
     found = 0
     for spec, partitions in zip(specs, state_partitions(policy, specs), strict=True):
         leaves = jax.tree.leaves(partitions, is_leaf=_is_partition)
-        own = jax.eval_shape(dealt(policy.layer(spec)).init)
-        caches = [getattr(x, "dealt", 1) > 1 for x in jax.tree.leaves(own, is_leaf=lambda x: hasattr(x, "dealt"))]
+        own = jax.eval_shape(sharded(policy.layer(spec)).init)
+        caches = [
+            getattr(x, "slot_shards", 1) > 1 for x in jax.tree.leaves(own, is_leaf=lambda x: hasattr(x, "slot_shards"))
+        ]
         others = sum(SLOTS in each and not n for each, n in zip(leaves, slots_of_leaves(own), strict=True))
         found += sum(caches) - (-others // 2)  # a sparse layer's store has keys and values, or only values
     return found
@@ -88,7 +90,7 @@ def repeated_bytes(policy: Policy, specs: Sequence[LayerSpec]) -> int:
     total = 0
     for spec in specs:
         partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
-        own = jax.tree.leaves(jax.eval_shape(dealt(policy.layer(spec)).init))
+        own = jax.tree.leaves(jax.eval_shape(sharded(policy.layer(spec)).init))
         total += sum(x.size * x.dtype.itemsize for x, each in zip(own, partitions, strict=True) if SLOTS not in each)
     return total
 
@@ -139,7 +141,7 @@ def saved(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> 
 
     def ordered(partition: PartitionSpec, whole: Any, place: Any, x: Any) -> np.ndarray:
         x = on_host(x)
-        return in_order(x, spec.shard.slots, whole.shape[place["axis"]], **place) if SLOTS in partition else x
+        return global_order(x, spec.shard.slots, whole.shape[place["axis"]], **place) if SLOTS in partition else x
 
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
@@ -175,7 +177,7 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
         def put(partition: PartitionSpec, aval: Any, place: Any, x: Any, devices: int = spec.shard.slots) -> Any:
             if aval.memory_space == jax.memory.Space.Host:
                 return host_memory.to_host(x)
-            return by_device(x, devices, **place) if SLOTS in partition else x
+            return shard_order(x, devices, **place) if SLOTS in partition else x
 
         each = jax.tree.leaves(partitions, is_leaf=_is_partition)
         leaves = map(put, each, traced.out_avals, _slot_places(policy, spec), jax.tree.leaves(cache))
@@ -219,7 +221,7 @@ def _each_row(
 @lru_cache(maxsize=1024)
 def _slot_places(policy: Policy, spec: LayerSpec) -> list[dict[str, int]]:
     """For each array with sharded slots: its slot axis, and its number of entries per run of slots."""
-    own = jax.eval_shape(dealt(policy.layer(spec)).init)
+    own = jax.eval_shape(sharded(policy.layer(spec)).init)
     partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
     axes = [partition.index(SLOTS) if SLOTS in partition else 0 for partition in partitions]
     sizes = zip(axes, slots_of_leaves(own), jax.tree.leaves(own), strict=True)
@@ -235,7 +237,7 @@ def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
     alone = dataclasses.replace(spec, shard=ONE_DEVICE)
     of_rows = dataclasses.replace(alone, batch=2 * spec.batch)
     of_heads = dataclasses.replace(alone, num_heads=2 * spec.num_heads, num_kv_heads=2 * spec.num_kv_heads)
-    own = jax.eval_shape(dealt(policy.layer(spec)).init)
+    own = jax.eval_shape(sharded(policy.layer(spec)).init)
     one, rows, heads = (
         jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(jax.eval_shape(policy.layer(each).init)))
         for each in (alone, of_rows, of_heads if spec.shard.heads > 1 else alone)

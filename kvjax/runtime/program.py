@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from kvjax._util.any_rank import any_rank
 from kvjax.cache import Shard
 from kvjax.pallas_kernels.device import target
-from kvjax.runtime.compilation_cache import keep_unless_refused
+from kvjax.runtime.disk_cache import keep_unless_refused
 from kvjax.runtime.mesh import over_mesh, placed, put
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Program:
         self._partition = partition
         self._canonical = canonical
         self._compiled: dict[Hashable, tuple[Any, list[Any] | None]] = {}
-        self._dealt: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
+        self._sharded: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
         self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
         self.compile_seconds = 0.0
@@ -99,10 +99,10 @@ class Program:
     def _found(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any) -> tuple[Any, list[Any] | None]:
         """The executable, and the shardings of its arrays on a mesh. `leaves` and `tree` are the flattened arrays of `args`."""
         static = args[: self._static]
-        if (dealt := self._dealt.get(static)) is None:
-            dealt = self._dealt[static] = self._partition is not None and self._partition(*args) is not None
+        if (sharded := self._sharded.get(static)) is None:
+            sharded = self._sharded[static] = self._partition is not None and self._partition(*args) is not None
         default = SingleDeviceSharding(jax.devices()[0])
-        key = static, tree, tuple((x.shape, x.dtype, None if dealt else _place(x, default)) for x in leaves)
+        key = static, tree, tuple((x.shape, x.dtype, None if sharded else _place(x, default)) for x in leaves)
         if (found := self._compiled.get(key)) is not None:
             return found
         with self._lock:
@@ -113,7 +113,7 @@ class Program:
                 start = time.perf_counter()
                 arrays, donate = self._shapes(args), tuple(i - self._static for i in self._donate)
                 lowered = jax.jit(self._whole(*args), donate_argnums=donate).lower(*arrays)
-                places = [x.sharding for x in jax.tree.leaves(arrays)] if dealt else None
+                places = [x.sharding for x in jax.tree.leaves(arrays)] if sharded else None
                 found = self._compiled[key] = compile_with(lowered, self._options(static)), places
                 with self._lock:
                     self.compile_seconds += time.perf_counter() - start
@@ -130,7 +130,7 @@ class Program:
         with self._lock:
             self._compiled.clear()
             self._locks.clear()
-            self._dealt.clear()
+            self._sharded.clear()
 
     def __call__(self, *args: Any) -> Any:
         """Run the program. Donated arrays are deleted, also on devices that cannot reuse their memory."""
@@ -163,14 +163,14 @@ class Program:
     def _whole(self, *args: Any) -> Callable[..., Any]:
         """The function of all arrays, over all devices."""
         function = functools.partial(any_rank(self._function), *args[: self._static])
-        dealt = None if self._partition is None else self._partition(*args)
-        return function if dealt is None else over_mesh(function, *dealt)
+        sharded = None if self._partition is None else self._partition(*args)
+        return function if sharded is None else over_mesh(function, *sharded)
 
     def _shapes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arrays among the arguments; over a mesh, their shapes with shardings."""
         arrays = args[self._static :]
-        dealt = None if self._partition is None else self._partition(*args)
-        return arrays if dealt is None else placed(dealt[0], dealt[1], arrays, shapes=True)
+        sharded = None if self._partition is None else self._partition(*args)
+        return arrays if sharded is None else placed(sharded[0], sharded[1], arrays, shapes=True)
 
     def _with_canonical(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._canonical is None:

@@ -13,7 +13,7 @@ from kvjax.models import Params
 Message: TypeAlias = Mapping[str, Any]
 """A chat message, such as {"role": "user", "content": "Hello"}."""
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+PromptLike: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Text, token ids (also as a one-dimensional array), or chat messages (rendered with the model's template)."""
 
 Question: TypeAlias = str | Sequence[int]

@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, TokenBlock
+from kvjax.cache import LayerCache, PromptKV, TokenBlock
 from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params, transformer
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.base import CacheLayer, Carry, WrappedLayer
 from kvjax.policies.replay import Part, Replay, as_prompt, held_whole, over_parts
-from kvjax.policies.surroundings import Surroundings
 
 Words = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 """Tokens of instruction texts: the text, its tokens (before those of the previous part, if it ends with some), and the tokens that open an answer.
@@ -64,7 +64,7 @@ def prefill(
         found = _again(replay, params, tokens, lengths, total, layers, held, prepared)
         for layer, own in zip(layers, found, strict=True):
             if replay in layer.replays:
-                carry = replay.told(layer.spec.layer, own, carry, layer.key)
+                carry = replay.with_observed(layer.spec.layer, own, carry, layer.key)
     states: list[Any] = []
     for layer, each in zip(layers, read, strict=True):
         state = each.state
@@ -152,15 +152,15 @@ class _First(WrappedLayer[Any]):
         return cls(layer.policy, layer.spec, inner=layer, more=more)
 
     @property
-    def surroundings(self) -> bool:
-        return self.inner.surroundings or any(replay.surroundings for replay in self.inner.replays)
+    def needs_context(self) -> bool:
+        return self.inner.needs_context or any(replay.needs_context for replay in self.inner.replays)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[_Read, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[_Read, Carry]:
         whole, replays = held_whole(self.spec, prompt, self.more), self.inner.replays
         if not replays:
             state, carry = self.inner.prefill(prompt, carry)
             return _Read(whole, state, {}), carry
-        around = {replay: Surroundings.of(carry, self.spec) if replay.surroundings else None for replay in replays}
+        around = {replay: AttentionContext.of(carry, self.spec) if replay.needs_context else None for replay in replays}
         return _Read(
             whole, None, {replay: replay.prepare(self.spec, whole, around[replay]) for replay in replays}
         ), carry
@@ -175,8 +175,8 @@ class _Again(WrappedLayer[Any]):
     prepared: Any = dataclasses.field(kw_only=True)
 
     @property
-    def surroundings(self) -> bool:
-        return self.of.surroundings
+    def needs_context(self) -> bool:
+        return self.of.needs_context
 
     def read_block(
         self, state: LayerCache, block: TokenBlock, carry: Carry
@@ -184,7 +184,7 @@ class _Again(WrappedLayer[Any]):
         out = cache.attend_block(self.spec, cache.insert_block(state, block), block)
         if self.of not in self.inner.replays:
             return out, None, carry
-        around = Surroundings.of(carry, self.spec) if self.of.surroundings else None
+        around = AttentionContext.of(carry, self.spec) if self.of.needs_context else None
         return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared)), carry
 
 

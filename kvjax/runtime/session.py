@@ -18,7 +18,7 @@ from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
 from kvjax.runtime.exclusive import Exclusive, alone
 from kvjax.runtime.generation import Reply, StopReason
-from kvjax.runtime.prompts import Message, Prompt, Question, check_message, check_messages, question_ids, token_ids
+from kvjax.runtime.prompts import Message, PromptLike, Question, check_message, check_messages, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
 
 PIECE = 128
@@ -87,7 +87,7 @@ class Session:
     def __init__(
         self,
         params: Params,
-        prompt: Prompt,
+        prompt: PromptLike,
         policy: str | Policy = "full",
         budget: int | float | None = None,
         max_new_tokens: int = 1000,

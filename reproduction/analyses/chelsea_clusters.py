@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 import kvjax
 from benchmarks import report
 from kvjax.analysis.recording import Recorded, record
-from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.evals.report import ResultFile, model_fingerprint
 from kvjax.policies import Chelsea, Full, Policy, prompt_only
 from reproduction import models
@@ -159,7 +159,7 @@ def _clustered(policy: Policy, spec: LayerSpec, q: Array, k: Array, v: Array, le
     q, k, v = (jnp.pad(x, padding) for x in (q, k, v))
     places = jnp.arange(spec.prompt_len, dtype=jnp.int32)
     pos = jnp.where(places < lengths[:, None], places, -1)[:, None]
-    prompt = Prompt(q, k, v, q, k, pos, lengths, lengths, lengths + spec.new_tokens)
+    prompt = PromptKV(q, k, v, q, k, pos, lengths, lengths, lengths + spec.new_tokens)
     return policy.layer(spec).prefill(prompt, {})[0].cache
 
 

@@ -53,4 +53,4 @@ def test_as_on_a_cpu(name, params, on_cpu):
     got = generated(policy, params)
     with on_cpu():
         want = generated(policy, params)
-    same(got, want, fitted=policy.info.fits)
+    same(got, want, fitted=policy.info.refits_values)

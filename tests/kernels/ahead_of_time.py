@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvjax.runtime import ahead_of_time
+from kvjax.runtime import absent_tpu
 
 CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
@@ -13,7 +13,7 @@ CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 def chip(generation: str) -> Any:
     """A TPU chip to compile for. Skips the test where there is no TPU compiler, except in CI."""
     try:
-        return ahead_of_time.chip(generation)
+        return absent_tpu.chip(generation)
     except RuntimeError as error:
         if CI:
             raise
@@ -21,9 +21,9 @@ def chip(generation: str) -> Any:
 
 
 def compile_for(generation: str, function: Any, *args: Any, **options: Any) -> Any:
-    """As `kvjax.runtime.ahead_of_time.compile_for`, skipping as `chip` does."""
+    """As `kvjax.runtime.absent_tpu.compile_for`, skipping as `chip` does."""
     chip(generation)
-    return ahead_of_time.compile_for(generation, function, *args, **options)
+    return absent_tpu.compile_for(generation, function, *args, **options)
 
 
 def temporaries(compiled: Any) -> int:

@@ -25,8 +25,8 @@ from kvjax.pallas_kernels import (
     window_scores,
 )
 from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_mosaic_tpu as decode_attention_tpu
-from kvjax.runtime import ahead_of_time
-from kvjax.runtime.ahead_of_time import CHIPS
+from kvjax.runtime import absent_tpu
+from kvjax.runtime.absent_tpu import CHIPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
@@ -223,7 +223,7 @@ def test_floats_of_a_whole_matrix_are_found():
 
 def test_an_unknown_chip_is_named():
     with pytest.raises(ValueError, match="'v0' is not one of v5e, v5p, v6e"):
-        ahead_of_time.chip("v0")
+        absent_tpu.chip("v0")
 
 
 def test_programs_for_a_chip_that_is_not_here_stay_out_of_the_cache_on_disk(tmp_path, recwarn):

@@ -191,7 +191,7 @@ def sums_over_slots(numbers, q_pos, pos, weight, part, scale, window):
 
 @pytest.mark.parametrize(("width", "parts"), [(16, 3), (4, 2), (1, 5)])
 def test_stripes(width, parts):
-    """Against a count of all slots, dealt one by one."""
+    """Against a count of all slots, sharded one by one."""
     slot = np.arange(200, dtype=np.int32)
 
     @jax.jit

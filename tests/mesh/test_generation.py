@@ -217,7 +217,7 @@ def test_evaluation_of_a_model_on_a_mesh(uneven):
 
 @pytest.mark.parametrize("policy", ["shadowkv:16,chunk=4,outlier_chunks=1,local_chunks=1", "snapkv:16,window=4"])
 def test_what_is_kept_is_looked_at(policy, uneven, prompts):
-    """In the order of one device, also where slots are dealt."""
+    """In the order of one device, also where slots are sharded."""
     many = place_all(get_shard("sequence=2", uneven.config), uneven)
     one, other = (
         retained_positions(params, prompts[0], kvjax.get_policy(policy), max_new_tokens=3) for params in (uneven, many)

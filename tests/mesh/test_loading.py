@@ -111,7 +111,7 @@ open(out + str(jax.process_index()), "w").write(json.dumps([read, sums]))
 
 
 def test_each_process_reads_its_own(folder, tmp_path):
-    """Of two processes each reads half of what is dealt; norms, and scales of matrices whose columns are dealt, are in both."""
+    """Of two processes each reads half of what is sharded; norms, and scales of matrices whose columns are sharded, are in both."""
     names = [["safetensors", "float"], ["f32.gguf", "float"], ["q4_1.gguf", "as stored"], ["orbax", "float"]]
     names += [["int8", "as stored"], ["int4", "as stored"]]
     processes.run_both(*[["-c", PROCESS, str(folder), json.dumps(names), str(tmp_path / "told")]] * 2)

@@ -25,7 +25,7 @@ MESHES = "data=2", "model=2", "model=4", "data=2,model=4"
 ALL_DATA = "data=4"
 
 DEALT = {"adakv", "by_head(catekv_consistent, catekv_adaptive)", "full", "quantized(full)", "quest", "snapkv"}
-"""Policies whose slots are dealt, one of each way to read and write them; what others do has been seen elsewhere."""
+"""Policies whose slots are sharded, one of each way to read and write them; what others do has been seen elsewhere."""
 
 
 def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **options: Any) -> tuple[Any, ...]:
@@ -86,8 +86,8 @@ def test_policy_along_sequence(name, uneven, prompts):
     one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
     agree(one, many)
     engine = many[3]
-    dealt = [each[3].cache_bytes - engine.repeated_cache_bytes for each in (one, many)]
-    assert dealt[0] / 2 <= dealt[1] <= 2 * dealt[0] / 3  # slots are rounded up
+    sharded = [each[3].cache_bytes - engine.repeated_cache_bytes for each in (one, many)]
+    assert sharded[0] / 2 <= sharded[1] <= 2 * sharded[0] / 3  # slots are rounded up
     assert bool(engine.dealt_caches) == (engine.cache_bytes < one[3].cache_bytes)
     assert policy.info.name not in DEALT or engine.dealt_caches >= uneven.config.num_layers
 
@@ -124,7 +124,7 @@ def test_reading_in_blocks(name, uneven, prompts):
 
 
 def test_a_store_of_its_own_along_sequence(uneven, prompts):
-    """ShadowKV's values are dealt; what it rebuilds keys from, and its exact cache, are not."""
+    """ShadowKV's values are sharded; what it rebuilds keys from, and its exact cache, are not."""
     policy = next(policy for policy in POLICIES.values() if policy.info.name == "shadowkv")
     one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
     agree(one, many)
@@ -212,7 +212,7 @@ def test_random_combinations(number, mesh, prompts):
 
 
 def test_a_nested_combination_along_sequence(uneven, prompts):
-    """Of heads of one layer some have a cache that is dealt, others one that is not, and of layers, too."""
+    """Of heads of one layer some have a cache that is sharded, others one that is not, and of layers, too."""
     heads = by_head({"all": Full(), "tree": TreeKV(budget=16, sinks=2, block=4)}, [["all", "tree"], ["tree", "all"]])
     policy = by_layer([heads, Quest(budget=16, page=4, dense_layers=0)])
     one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))

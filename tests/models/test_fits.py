@@ -8,7 +8,7 @@ from kvjax.bench.case import Case
 from kvjax.config import PRESETS
 from kvjax.models import abstract
 from kvjax.models.params import nbytes
-from kvjax.runtime.ahead_of_time import mesh
+from kvjax.runtime.absent_tpu import mesh
 
 LAYERS = 2
 

@@ -13,7 +13,7 @@ from policies.oracle_arrays import ROPE
 from policies.surrogates import model_inputs
 
 import kvjax
-from kvjax.cache import LayerSpec, Prompt, Token, bucket
+from kvjax.cache import LayerSpec, PromptKV, Token, bucket
 from kvjax.config import Rope, RopeConfig
 from kvjax.models import ModelConfig
 from kvjax.policies import (
@@ -37,8 +37,8 @@ from kvjax.policies import (
     recompress,
     thresholded,
 )
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.families.scoring import PromptScorer
-from kvjax.policies.surroundings import Surroundings
 
 TINY = ModelConfig("llama", 64, 48, 96, 2, 4, 2, 16, 256, RopeConfig(theta=10000.0, dim=16))
 """What policies are bound to: as the `tiny` model, 2 layers of 2 KV heads."""
@@ -122,8 +122,8 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
 
     @jax.jit
     def prefill(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        carry = surrounded(spec, q, k).told({}) if layer.surroundings else {}
-        return prefill_alone(layer, Prompt.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
+        carry = surrounded(spec, q, k).with_context({}) if layer.needs_context else {}
+        return prefill_alone(layer, PromptKV.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
 
     @jax.jit
     def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
@@ -134,11 +134,11 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
     return prefill, step
 
 
-def surrounded(spec: LayerSpec, q: Any, k: Any) -> Surroundings:
+def surrounded(spec: LayerSpec, q: Any, k: Any) -> AttentionContext:
     """What is around attention that reads queries and keys side by side, as wide as `TINY`; nothing comes after it."""
     read = jnp.concatenate([q.reshape(*q.shape[:2], -1), k.reshape(*k.shape[:2], -1)], axis=-1)
     read = jnp.pad(read, ((0, 0), (0, 0), (0, max(TINY.hidden_size - read.shape[-1], 0))))[..., : TINY.hidden_size]
-    return dataclasses.replace(Surroundings.alone(spec), inputs=lambda: read)
+    return dataclasses.replace(AttentionContext.alone(spec), inputs=lambda: read)
 
 
 TRANSFORMS = {"recompress": "slow", "critical": "long", "thresholded": "long"}
@@ -217,7 +217,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         total = jnp.asarray([length + spec.new_tokens], jnp.int32)
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32), total).item()
-    if policy.info.joint_heads:  # the heads of a layer share theirs
+    if policy.info.heads_coupled:  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.info.budget_excludes_new_tokens else 0))
@@ -233,7 +233,7 @@ def kept(policy: Policy, case: Case, state: Any) -> list[list[set[int]]]:
 def rotated(rope: Rope, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Rotated queries and keys of a prompt, and values."""
     lengths = jnp.full(len(q), q.shape[1], jnp.int32)
-    prompt = Prompt.of(rope, q, k, v, lengths, lengths)
+    prompt = PromptKV.of(rope, q, k, v, lengths, lengths)
     return prompt.q_rotated, prompt.k_rotated, prompt.v
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import LayerSpec, Prompt, Token, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, Token, layer_specs
 from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
 from kvjax.policies import (
@@ -219,7 +219,7 @@ def _program(policy: Policy, specs: tuple[LayerSpec, ...], q: Any, k: Any, v: An
     layers = [policy.layer(spec) for spec in specs]
     states, carry = [], {}
     for i, layer in enumerate(layers):
-        prompt = Prompt.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
+        prompt = PromptKV.of(layer.spec.rope, *(x[i, :, :PROMPT] for x in (q, k, v)), lengths, lengths + STEPS)
         state, carry = prefill_alone(layer, prompt, carry)
         states.append(state)
 

@@ -15,7 +15,7 @@ from policies.slots import after_prompt, kept
 
 import kvjax
 from kvjax.analysis.recording import record
-from kvjax.cache import Prompt, TokenBlock, empty
+from kvjax.cache import PromptKV, TokenBlock, empty
 from kvjax.policies import (
     AttentionMatching,
     Full,
@@ -113,7 +113,7 @@ def test_factorisations_come_one_at_a_time():
     case = make_case(0, [40, 30], 1)
     layer = AttentionMatching(budget=8, chunk=64).layer(case.spec)
     text = *(np.zeros((2, 64, n, 8), np.float32) for n in (4, 2, 2)), to_jax([40, 30]), to_jax([41, 31])
-    program = str(jax.make_jaxpr(lambda *x: prefill_alone(layer, Prompt.of(ROPE, *x), {})[0])(*text))
+    program = str(jax.make_jaxpr(lambda *x: prefill_alone(layer, PromptKV.of(ROPE, *x), {})[0])(*text))
     made = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd)\[", program)
     assert len(made) > 2
     assert all(shape.count(",") < 2 for shape in made)
@@ -278,4 +278,6 @@ def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = AttentionMatching(budget=8).layer(case.spec)
     with pytest.raises(PolicyError, match="second reading"):
-        layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})
+        layer.prefill(
+            PromptKV.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {}
+        )

@@ -18,7 +18,7 @@ from policies.facts import all_facts, block_cases, facts_of
 from policies.oracle_arrays import ROPE, rotate, shares
 from policies.oracle_quest import QuestHead
 
-from kvjax.cache import LayerSpec, Token, TokenBlock, attention, in_rows
+from kvjax.cache import LayerSpec, Token, TokenBlock, attention, where_rows
 from kvjax.cache.packing import PackedCache
 from kvjax.pallas_kernels import block_attention
 from kvjax.policies import (
@@ -496,7 +496,7 @@ def test_blocks_of_one_token_are_decoding(policy):
     lengths = np.random.default_rng(5).integers(20, 41, size=12)
     case = make_case(8, lengths, 6)
     spec, plan = spec_of(case, 1, layer_of(policy)), counts(8, lengths, 1)
-    step, there = compiled(policy, spec)[1], jax.jit(in_rows)
+    step, there = compiled(policy, spec)[1], jax.jit(where_rows)
     rows, position = np.arange(12), np.zeros(12, np.int32)
     blocks = read(policy, case, spec, plan)
     next(blocks)

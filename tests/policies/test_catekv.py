@@ -12,7 +12,7 @@ from policies.oracle_catekv import chunk_scores as plain_scores
 from policies.slots import after_prompt, kept
 
 import kvjax
-from kvjax.cache import Prompt, layer_specs
+from kvjax.cache import PromptKV, layer_specs
 from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
 from kvjax.policies import CateKV, Full, HeadProfile, Policy, PolicyError, StreamingLLM
@@ -76,7 +76,7 @@ def test_order_of_max_and_sum():
 
         @jax.jit
         def score(q, k, lengths, middle, order=order, spec=spec):
-            prompt = Prompt.of(RopeConfig(dim=4, theta=100.0).resolve(1), q, k, k, lengths, lengths)
+            prompt = PromptKV.of(RopeConfig(dim=4, theta=100.0).resolve(1), q, k, k, lengths, lengths)
             prompt = dataclasses.replace(prompt, q_rotated=prompt.q, k_rotated=prompt.k)
             return chunk_scores(prompt, spec, Layout(6, 0, 0, chunk=2, window=2, order=order), middle)
 

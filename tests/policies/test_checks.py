@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import LayerSpec, Prompt, from_prompt, gather_kept
+from kvjax.cache import LayerSpec, PromptKV, from_prompt, keep
 from kvjax.policies import CacheLayer, Policy, PolicyError, PolicyInfo, PromptScorer, ScoreEviction
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 4, [3, 1, 4]]
 OPTIONS = {"max_new_tokens": 3, "ignore_eos": True}
 
 
-def norms(prompt: Prompt) -> Any:
+def norms(prompt: PromptKV) -> Any:
     return -jnp.linalg.norm(prompt.k, axis=-1).swapaxes(1, 2)
 
 
@@ -118,10 +118,10 @@ def test_an_error_within_a_function_says_where_it_was(tiny, function):
     assert f"In {function}() of policy 'own_layer', layer 0." in "".join(traceback.format_exception(error.value))
 
 
-def prompt_of(rows: int, size: int = 16) -> Prompt:
+def prompt_of(rows: int, size: int = 16) -> PromptKV:
     q, k = (jnp.ones((rows, size, heads, 8)) for heads in (4, 2))
     lengths = jnp.full((rows,), size, jnp.int32)
-    return Prompt.of(LayerSpec(4, 2, 8, size, 8).rope, q, k, k, lengths, lengths + 8)
+    return PromptKV.of(LayerSpec(4, 2, 8, size, 8).rope, q, k, k, lengths, lengths + 8)
 
 
 def test_a_layer_without_a_model_needs_five_numbers():
@@ -138,4 +138,4 @@ def test_a_prompt_must_fit_its_spec():
     with pytest.raises(ValueError, match=r"padded to 16 tokens does not fit 8 slots; override prefill"):
         from_prompt(spec, 8, prompt_of(2))
     with pytest.raises(ValueError, match=r"keep has shape \(2, 2, 12\) for a prompt of 16 places"):
-        gather_kept(spec, 8, prompt_of(2), jnp.ones((2, 2, 12), bool))
+        keep(spec, 8, prompt_of(2), jnp.ones((2, 2, 12), bool))

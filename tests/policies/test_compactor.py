@@ -8,7 +8,7 @@ from policies.driver import make_case, run
 from policies.oracle_arrays import ROPE, rotate
 from policies.slots import kept
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.policies import Compactor, PolicyError
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.compactor import leverage
@@ -58,7 +58,7 @@ def test_queries_that_look_everywhere_give_each_token_as_much(chunk):
 
     @jax.jit
     def attention(q, k, v, lengths, inside):
-        return policy.attention(case.spec, Prompt.of(ROPE, q, k, v, lengths, lengths), inside)
+        return policy.attention(case.spec, PromptKV.of(ROPE, q, k, v, lengths, lengths), inside)
 
     got = attention(*(x[:, :10] for x in (0 * case.q, case.k, case.v)), lengths, inside)
     np.testing.assert_allclose(got, np.broadcast_to(inside[:, None], got.shape), rtol=1e-6)

@@ -30,8 +30,8 @@ from kvjax.policies import (
     critical,
     get_policy,
 )
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.surroundings import Surroundings
 from kvjax.policies.transforms.critical import projected_sizes
 
 # Cases worked out by hand.
@@ -49,7 +49,7 @@ def test_a_large_value_is_kept_by_hand():
 def test_sizes_of_projected_values():
     random, spec = np.random.default_rng(0), make_case(0, [1], 1).spec
     matrix, values = random.normal(size=(4, 8, 20)).astype(np.float32), random.normal(size=(2, 150, 2, 8))
-    around = Surroundings(lambda: jnp.zeros((1, 1, 1)), lambda: jnp.asarray(matrix))
+    around = AttentionContext(lambda: jnp.zeros((1, 1, 1)), lambda: jnp.asarray(matrix))
     got = np.asarray(jax.jit(lambda values: projected_sizes(spec, around, values))(values.astype(np.float32)))
     for row, head in np.ndindex(2, 2):
         want = oracle.sizes(values[row, :, head], matrix[2 * head : 2 * head + 2])

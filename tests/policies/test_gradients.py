@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policies.driver import Case, compositions, every_policy, make_case, offloads
 
-from kvjax.cache import Prompt, Token, layer_specs
+from kvjax.cache import PromptKV, Token, layer_specs
 from kvjax.models import transformer
 from kvjax.pallas_kernels import decode_attention
 from kvjax.pallas_kernels.op import Unsupported
@@ -40,7 +40,7 @@ def loss(policy: Policy, case: Case, x: tuple) -> jax.Array:
     layer = policy.layer(spec)
     state, _ = prefill_alone(
         layer,
-        Prompt.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
+        PromptKV.of(spec.rope, *map(prompt, x), jnp.asarray(case.lengths), jnp.asarray(case.lengths) + spec.new_tokens),
         {},
     )
     for i in range(STEPS):

@@ -142,7 +142,7 @@ def test_slots_hold_what_they_claim(policy):
             pos = slots.pos[row, head, slot]
             assert 0 <= pos < slots.seen[row]
             if (
-                slots.weight[row, head, slot] > 1 and not info.fits
+                slots.weight[row, head, slot] > 1 and not info.refits_values
             ):  # a mean of tokens, see test_merged_slots_hold_all_tokens
                 assert info.merges
                 continue
@@ -157,12 +157,12 @@ def test_slots_hold_what_they_claim(policy):
             values.append(inputs.v[row, pos, head])
             held_values.append(slots.v[row, head, slot])
         np.testing.assert_allclose(held_keys, keys, atol=1e-5 if exact else 1.5 * rounding)
-        if not (info.accumulates_values or info.fits):
+        if not (info.adds_dropped_values or info.refits_values):
             np.testing.assert_allclose(held_values, values, rtol=0, atol=0 if exact else rounding)
         live = slots.weight > 0
         assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
         assert (slots.pos[~live] == -1).all()
-        assert info.fits or (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
+        assert info.refits_values or (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
 
 
 MERGING = [p for p in TIGHT + FRACTION if p.info.merges]
@@ -215,7 +215,7 @@ def test_the_newest_token_is_never_lost(policy):
 @pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 @each(TIGHT)
 def test_rows_are_independent(policy, tiny):
-    fits = policy.info.fits  # least squares, which make differences of other shapes' rounding larger
+    fits = policy.info.refits_values  # least squares, which make differences of other shapes' rounding larger
     as_if_alone(tiny, PROMPTS, policy=policy, atol=1e-4 if fits else 2e-5, **GREEDY)
 
 

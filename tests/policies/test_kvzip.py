@@ -15,14 +15,14 @@ from policies.slots import kept
 
 import kvjax
 from kvjax.analysis.recording import record
-from kvjax.cache import Prompt, TokenBlock, layer_specs
+from kvjax.cache import PromptKV, TokenBlock, layer_specs
 from kvjax.config import PRESETS, Rope
 from kvjax.models import transformer
 from kvjax.policies import Full, KVzip, PolicyError, SnapKV, by_head, by_layer, get_policy, quantized
+from kvjax.policies.attention_context import AttentionContext, projected_norms
 from kvjax.policies.budget import budget_tokens
 from kvjax.policies.kvzip import FIRST, THEN, Repetition
 from kvjax.policies.replay import Part, held_whole
-from kvjax.policies.surroundings import Surroundings, projected_norms
 from kvjax.runtime import replay
 
 # Cases worked out by hand.
@@ -55,9 +55,9 @@ def observed(queries, sinks, part, own, values=None, inputs=None, **options) -> 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def observation(reading, spec, alone, keys, held, queries, new, lengths, one, count, *at):
-    whole = Prompt.of(STILL, keys, keys, held, one, one)
+    whole = PromptKV.of(STILL, keys, keys, held, one, one)
     eye = jnp.broadcast_to(jnp.eye(2), (spec.num_heads, 2, 2))
-    around = Surroundings(lambda: lengths[None, :, None], lambda: eye)
+    around = AttentionContext(lambda: lengths[None, :, None], lambda: eye)
     block = TokenBlock(queries, new, new, one, count, one, STILL)
     slots = held_whole(spec, whole, new.shape[1])
     prepared = reading.prepare(spec, slots, None if alone else around)
@@ -96,7 +96,7 @@ def test_how_long_values_become():
     """By the Gram matrix as by the projection itself, of all heads and of some."""
     random, spec = np.random.default_rng(0), make_case(0, [1], 1).spec
     matrix, values = random.normal(size=(4, 8, 40)).astype(np.float32), random.normal(size=(3, 2, 5, 8))
-    around = Surroundings(lambda: jnp.zeros(()), lambda: jnp.asarray(matrix))
+    around = AttentionContext(lambda: jnp.zeros(()), lambda: jnp.asarray(matrix))
     want = np.linalg.norm(np.einsum("bkth,kghd->bkgtd", values, matrix.reshape(2, 2, 8, 40)), axis=-1)
     values = values.astype(np.float32)
     norms = jax.jit(lambda spec, values: projected_norms(spec, around, values), static_argnums=0)
@@ -413,4 +413,6 @@ def test_a_layer_alone_says_that_nothing_was_read_again():
     case = make_case(0, [20], 1)
     layer = KVzip(budget=8).layer(case.spec)
     with pytest.raises(PolicyError, match="second reading"):
-        layer.prefill(Prompt.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {})
+        layer.prefill(
+            PromptKV.of(ROPE, *(to_jax(x[:, :20]) for x in (case.q, case.k, case.v)), *[to_jax([20])] * 2), {}
+        )

@@ -10,14 +10,14 @@ from policies.oracle_arrays import ROPE, rotate
 from policies.oracle_chunkkv import attend
 from policies.slots import after_prompt, kept
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.policies import LagKV, PolicyError
 
 
-def prompt(k, v) -> Prompt:
+def prompt(k, v) -> PromptKV:
     """A prompt of one row with one head: keys and values [1, T, 1, H]."""
     length = jnp.asarray([k.shape[1]], jnp.int32)
-    return Prompt.of(ROPE, k, k, v, length, length)
+    return PromptKV.of(ROPE, k, k, v, length, length)
 
 
 def scored(policy: LagKV, k, v) -> np.ndarray:

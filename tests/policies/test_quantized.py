@@ -13,7 +13,7 @@ from policies.oracle_kivi import KiviHead, rounded
 from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
-from kvjax.cache import Prompt, Token, TokenBlock, in_rows, layer_specs, packing
+from kvjax.cache import PromptKV, Token, TokenBlock, layer_specs, packing, where_rows
 from kvjax.cache.packing import PackedCache
 from kvjax.policies import (
     KIVI,
@@ -253,7 +253,7 @@ def test_places_beyond_a_caches_slots_are_free():
     policy, case = KIVI(bits=4, group=48, residual=48).bind(TINY), make_case(8, [21, 3], 2)
     layer = policy.layer(dataclasses.replace(case.spec, prompt_len=60))
     lengths = to_jax([21, 3], jnp.int32)
-    state = jax.jit(lambda q, k, v: layer.prefill(Prompt.of(layer.spec.rope, q, k, v, lengths, lengths), {})[0])(
+    state = jax.jit(lambda q, k, v: layer.prefill(PromptKV.of(layer.spec.rope, q, k, v, lengths, lengths), {})[0])(
         *(np.zeros((2, 60, *x.shape[2:]), np.float32) for x in (case.q, case.k, case.v))
     )
     slots = jax.device_get(jax.jit(lambda state: layer.view(state))(state))
@@ -327,7 +327,7 @@ def test_blocks_are_packed_as_token_by_token(options, size):
 
         def append(state, given):
             token, there = given
-            return in_rows(there, layer.append(state, token), state), None
+            return where_rows(there, layer.append(state, token), state), None
 
         return jax.lax.scan(append, state, (tokens.by_token(), tokens.mask.T))[0]
 

@@ -13,7 +13,7 @@ from policies.oracle_quest import QuestHead, bound
 
 import kvjax
 from kvjax import cache
-from kvjax.cache import Prompt, Token, TokenBlock, layer_specs
+from kvjax.cache import PromptKV, Token, TokenBlock, layer_specs
 from kvjax.policies import CateKV, Full, Offloaded, PolicyError, Quest, by_head, offloaded
 
 SMALL = {"budget": 16, "page": 4, "dense_layers": 0}
@@ -195,7 +195,7 @@ def test_pages_for_many_more_tokens_than_the_prompts():
     inputs = [jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     state, _ = jax.eval_shape(
-        lambda *args: policy.layer(spec).prefill(Prompt.of(spec.rope, *args), {}), *inputs, lengths, lengths
+        lambda *args: policy.layer(spec).prefill(PromptKV.of(spec.rope, *args), {}), *inputs, lengths, lengths
     )
     assert state.bounds.shape == (1, 2, (64 + 300 + 20) // 16, 2 * 8)
 

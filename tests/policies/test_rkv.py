@@ -12,7 +12,7 @@ from policies import oracle_rkv as oracle
 from policies.driver import make_case
 from policies.test_recompress import equals
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.config import RopeConfig
 from kvjax.policies import RKV, PolicyError, rkv
 
@@ -64,7 +64,7 @@ def test_attention_against_redundancy(weight, expected, best, monkeypatch):
 
     @jax.jit
     def chosen(keys, length, budget):
-        scores = policy.scores(make_case(0, [1], 1, 1, 1, 2).spec, Prompt.of(still, keys, keys, keys, length, length))
+        scores = policy.scores(make_case(0, [1], 1, 1, 1, 2).spec, PromptKV.of(still, keys, keys, keys, length, length))
         return scores, policy.keep_mask(scores, length, budget)
 
     scores, mask = jax.device_get(chosen(keys, length, np.asarray([3], np.int32)))
@@ -86,7 +86,7 @@ def test_the_group_takes_its_largest_logits():
 
     @jax.jit
     def attention(q, k, length, scored):
-        prompt = Prompt.of(still, q, k, k, length, length)
+        prompt = PromptKV.of(still, q, k, k, length, length)
         return policy.attention(spec, prompt, jnp.swapaxes(prompt.k_rotated, 1, 2), scored)
 
     got = np.asarray(
@@ -105,7 +105,7 @@ def test_a_sliding_window_of_so_many_tokens_has_the_querys_own_in_it(sliding, ex
 
     @jax.jit
     def attention(keys, length, scored):
-        prompt = Prompt.of(still, keys, keys, keys, length, length)
+        prompt = PromptKV.of(still, keys, keys, keys, length, length)
         return policy.attention(spec, prompt, jnp.swapaxes(prompt.k_rotated, 1, 2), scored)
 
     got = attention(keys, np.asarray([4], np.int32), np.asarray([[[True] * 3 + [False]]]))

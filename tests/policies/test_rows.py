@@ -35,7 +35,7 @@ def test_rows_are_what_they_are_alone(seed):
                     )
                     assert kept[0].tolist() == kept_alone[0].tolist(), told
                     # Counts are equal; what is fitted moves with the noise of what it is fitted to.
-                    near = 0.01 if case.policy.info.fits else 0
+                    near = 0.01 if case.policy.info.refits_values else 0
                     np.testing.assert_allclose(kept[1], kept_alone[1], rtol=near, err_msg=told)
                 for x, y in zip(got[2:], want[2:], strict=True):
                     np.testing.assert_array_equal(x[i], y[0], err_msg=told)

@@ -11,7 +11,7 @@ from policies import oracle_scoring as oracle
 from policies.driver import Case, kept, make_case, rotate, run
 from policies.oracle_arrays import ROPE
 
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.pallas_kernels import attention_mass
 from kvjax.policies import H2O, TOVA, ExpectedAttention, KeyDiff, KNorm, Policy, PolicyError, Random, SnapKV
 from kvjax.policies.budget import budget_tokens
@@ -112,7 +112,7 @@ def test_attention_mass_is_the_sum_of_causal_probabilities(sliding_window):
         for x in (case.q, case.k)
     )
     lengths = jnp.asarray(lengths, jnp.int32)
-    prompt = Prompt.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
+    prompt = PromptKV.of(ROPE, *(jnp.asarray(x) for x in (case.q, case.k, case.v)), lengths, lengths)
     got = attention_mass(prompt.q_rotated, prompt.k_rotated, lengths, scale=8**-0.5, sliding_window=sliding_window)
     pos = np.arange(150)
     distance = pos[:, None] - pos

@@ -21,12 +21,12 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax._util import torch_files
-from kvjax.cache import Prompt
+from kvjax.cache import PromptKV
 from kvjax.models import transformer
 from kvjax.pallas_kernels import prefill_attention
 from kvjax.policies import FastKVzip, KVzap, PolicyError, Surrogate, by_head, get_policy, prefill_alone
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.budget import budget_tokens
-from kvjax.policies.surroundings import Surroundings
 
 # The cases worked out by hand.
 
@@ -121,9 +121,9 @@ def run_with_inputs(policy, case, x):
     @jax.jit
     def prefill(q, k, v, x):
         lengths = jnp.asarray(case.lengths)
-        prompt = Prompt.of(case.spec.rope, q, k, v, lengths, lengths + STEPS)
-        around = Surroundings(lambda: x, lambda: jnp.zeros((case.spec.num_heads, case.spec.head_dim, 1)))
-        return prefill_alone(layer, prompt, around.told({}))[0]
+        prompt = PromptKV.of(case.spec.rope, q, k, v, lengths, lengths + STEPS)
+        around = AttentionContext(lambda: x, lambda: jnp.zeros((case.spec.num_heads, case.spec.head_dim, 1)))
+        return prefill_alone(layer, prompt, around.with_context({}))[0]
 
     return prefill(*(padded(array) for array in (case.q, case.k, case.v, x)))
 
@@ -150,7 +150,7 @@ def made_of(params, tokens):
     def attend(i, q, k, v):
         made.append((q, k, v))
         size = jnp.full(1, length, jnp.int32)
-        prompt = Prompt.of(params.config.rope.resolve(length), q, k, v, size, size)
+        prompt = PromptKV.of(params.config.rope.resolve(length), q, k, v, size, size)
         return prefill_attention(prompt.q_rotated, prompt.k_rotated, v, scale=params.config.head_dim**-0.5)
 
     transformer.hidden(params, tokens, attend)

@@ -12,7 +12,7 @@ from policies.driver import TINY, as_if_alone, make_case, run
 from policies.oracle_arrays import ROPE
 from policies.slots import after_prompt, kept
 
-from kvjax.cache import Prompt, Token, empty
+from kvjax.cache import PromptKV, Token, empty
 from kvjax.policies import (
     TOVA,
     Full,
@@ -126,7 +126,7 @@ def test_who_says_that_scores_stand_alone_has_such_scores(name):
     case = make_case(1, [40, 40], 4)
     spec, whole = case.spec, np.full(2, 40, np.int32)
     q, k, v = (x[:, :40] for x in (case.q, case.k, case.v))
-    of_prompt = jax.jit(lambda *args: policy.scores(spec, Prompt.of(ROPE, *args)))
+    of_prompt = jax.jit(lambda *args: policy.scores(spec, PromptKV.of(ROPE, *args)))
     of_token = jax.jit(lambda *args: policy.initial_score(spec, Token(*args, ROPE)))
     scores = np.asarray(of_prompt(q, k, v, whole, whole))
     half = of_prompt(q[:, :20], k[:, :20], v[:, :20], whole // 2, whole)

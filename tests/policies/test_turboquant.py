@@ -12,7 +12,7 @@ from policies.oracle_turboquant import ERRORS, LEVELS, TurboHead, back, hadamard
 from policies.slots import after_prompt, kept, slots_of
 
 import kvjax
-from kvjax.cache import TokenBlock, codebook, in_rows, layer_specs
+from kvjax.cache import TokenBlock, codebook, layer_specs, where_rows
 from kvjax.config import PRESETS
 from kvjax.policies import Full, PolicyError, Quantized, SnapKV, TurboQuant, get_policy, quantized
 
@@ -146,7 +146,7 @@ def test_blocks_are_coded_as_token_by_token(values):
         def step(state, given):
             token, there = given
             new = layer.append(state, token)
-            return in_rows(there, new, state), layer.attend(new, token, {})[0]
+            return where_rows(there, new, state), layer.attend(new, token, {})[0]
 
         return jax.lax.scan(step, state, (tokens.by_token(), tokens.mask.T))
 

@@ -277,8 +277,8 @@ def test_all_that_answers_take_is_compiled_ahead(talker, uneven):
 
 def test_parts_deal_everything_once():
     planned = list(range(11))
-    dealt = [leaderboard.part(planned, f"{i}/3") for i in (1, 2, 3)]
-    assert sorted(itertools.chain(*dealt)) == planned
+    sharded = [leaderboard.part(planned, f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(itertools.chain(*sharded)) == planned
     with pytest.raises(SystemExit, match="give I/N"):
         leaderboard.part(planned, "4/3")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
 from kvjax.pallas_kernels import partial_ragged_attention, ragged_attention
 
 from ..base import Carry
@@ -29,7 +29,7 @@ class Ragged:
         start: where each head's segment begins.
         next: the slot that the head's next token goes to; its tokens are in the slots from `start` up to it.
         seen: tokens that have passed through this cache, kept or not.
-        dealt: among how many devices keys and values are dealt by slots, as in `LayerCache`.
+        sharded: among how many devices keys and values are sharded by slots, as in `LayerCache`.
     """
 
     k: Float[Array, "B 1 _ H"]
@@ -38,7 +38,7 @@ class Ragged:
     start: Int[Array, "B K"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def live(self) -> Bool[Array, "B 1 S"]:
@@ -82,13 +82,13 @@ class RaggedLayer(PromptScorerLayer[P]):
             seen=jnp.zeros((spec.batch,), jnp.int32),
         )
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[Ragged, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Ragged, Carry]:
         keep, carry = self.chosen(prompt, carry)
         return _stored(self.spec, self.capacity, prompt, keep), carry
 
     def append(self, state: Ragged, token: Token) -> Ragged:
         rows = jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None]
-        at = rows, 0, state.next if state.dealt == 1 else cache.own_slot(state, state.next)
+        at = rows, 0, state.next if state.slot_shards == 1 else cache.local_slot(state, state.next)
         return dataclasses.replace(
             state,
             k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype), mode="drop"),
@@ -101,14 +101,14 @@ class RaggedLayer(PromptScorerLayer[P]):
     def attend(self, state: Ragged, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Ragged, Carry]:
         window, (k, v) = self.spec.window, (x[:, 0] for x in (state.k, state.v))
         visible = None if window is None else state.pos > token.position[:, None, None] - window
-        if state.dealt == 1:
+        if state.slot_shards == 1:
             seen = None if visible is None else visible[:, 0]
             segments = state.start, state.next
             return ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen), state, carry
-        seen = None if visible is None else cache.own(visible, state.dealt)[:, 0]
-        segments = map(cache.stripes(state.dealt).below, (state.start, state.next))
+        seen = None if visible is None else cache.local_part(visible, state.slot_shards)[:, 0]
+        segments = map(cache.stripes(state.slot_shards).below, (state.start, state.next))
         part = partial_ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen)
-        return cache.merged(*part, state.dealt), state, carry
+        return cache.merged(*part, state.slot_shards), state, carry
 
     def view(self, state: Ragged) -> LayerCache:
         k, v, positions = (x[:, 0] for x in (state.k, state.v, state.pos))
@@ -125,7 +125,7 @@ class RaggedLayer(PromptScorerLayer[P]):
         return LayerCache(segments(k), segments(v), pos, live.astype(jnp.float32), state.next - state.start, state.seen)
 
 
-def _stored(spec: LayerSpec, size: int, prompt: Prompt, keep: Bool[Array, "B K T"]) -> Ragged:
+def _stored(spec: LayerSpec, size: int, prompt: PromptKV, keep: Bool[Array, "B K T"]) -> Ragged:
     """The kept tokens of a prompt in a store of `size` slots, head after head, with room for new tokens after each."""
     kept = jnp.sum(keep, axis=-1, dtype=jnp.int32)
     before = jnp.cumsum(kept, axis=-1) - kept  # tokens of the heads before, of those that are kept

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock
 
 from ..base import CacheLayer, Carry, Reads, check_reads_blocks
 from .scoring import PromptScorerLayer
@@ -74,14 +74,14 @@ class RoundsLayer(CacheLayer[Any]):
         queries = jnp.zeros((spec.batch, self._window, spec.num_heads, spec.head_dim), spec.dtype)
         return ObservedCache(empty, queries, jnp.zeros_like(empty.seen), spec.totals(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ObservedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ObservedCache, Carry]:
         lengths = prompt.lengths.astype(jnp.int32)
         due = jnp.ones_like(lengths, bool) if self.keeps_prompt else lengths >= self.every
         if self.keeps_prompt or prompt.size <= self._budget:
             kept = cache.from_prompt(self.spec, self.capacity, prompt)
         else:
             keep, carry = self.scorer.chosen(prompt, carry)
-            kept, _ = cache.gather_kept(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
+            kept, _ = cache.keep(self.spec, self.capacity, prompt, keep | ~due[:, None, None])
         none = jnp.zeros((lengths.shape[0], self._window, *prompt.q_rotated.shape[2:]), self.spec.dtype)
         queries = self._latest(none, prompt.q_rotated, jnp.zeros_like(lengths), lengths)
         return ObservedCache(kept, queries, jnp.where(due, lengths, 0), prompt.total.astype(jnp.int32)), carry
@@ -109,7 +109,7 @@ class RoundsLayer(CacheLayer[Any]):
         out = cache.attend_block(self.spec, held, block)
         queries = self._latest(state.queries, block.q_rotated, state.cache.seen, held.seen)
         new = self._round(ObservedCache(held, queries, state.rounded, block.total))
-        return out, cache.in_rows(block.count > 0, new, state), carry
+        return out, cache.where_rows(block.count > 0, new, state), carry
 
     def compress(self, state: ObservedCache) -> ObservedCache:
         over = jnp.any(

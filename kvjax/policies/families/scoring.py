@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
 from ..base import CacheLayer, Carry, Policy, Reads, State, When, read_as_prompt
@@ -48,7 +48,7 @@ class PromptScorer(Policy):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def scores(self, spec: LayerSpec, prompt: Prompt) -> Float[Array, "B K T"]:
+    def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
         """How much each token of a prompt is worth keeping; what is said of the padding does not matter."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class PromptScorer(Policy):
         """Which tokens are kept: both ends, and what scores highest between them.
 
         Args:
-            pos: of what stands in each place, if it is no whole prompt, see `Prompt`.
+            pos: of what stands in each place, if it is no whole prompt, see `PromptKV`.
         """
         live, ends = self.ends(scores.shape[-1], lengths, budget, pos)
         whole = jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.int32) <= budget[:, None, None]
@@ -125,18 +125,18 @@ class PromptScorerLayer(CacheLayer[P]):
     def max_kept(self) -> int:
         return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         keep, carry = self.chosen(prompt, carry)
-        return cache.gather_kept(self.spec, self.capacity, prompt, keep)[0], carry
+        return cache.keep(self.spec, self.capacity, prompt, keep)[0], carry
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
         return read_as_prompt(self, state, block, carry)
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         """Which of a prompt's tokens are kept."""
         return self.best(prompt, self.policy.scores(self.spec, prompt))[0], carry
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         """Which of a prompt's tokens are kept by their scores, and each row's budget."""
         shape = (self.spec.batch, self.spec.num_kv_heads, prompt.size)
         expect_shape(self.policy, "scores", scores, "B K T", shape)
@@ -147,7 +147,7 @@ class PromptScorerLayer(CacheLayer[P]):
         return keep, budget
 
     @staticmethod
-    def _places(prompt: Prompt) -> list[Any]:
+    def _places(prompt: PromptKV) -> list[Any]:
         """Positions where they are not those of a whole prompt, which a policy's own `keep_mask` may take for granted."""
         return [] if prompt.places is None else [prompt.places]
 
@@ -205,7 +205,7 @@ class ScoreEviction(PromptScorer):
         """
         return score
 
-    def block_scores(self, spec: LayerSpec, prompt: Prompt, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    def block_scores(self, spec: LayerSpec, prompt: PromptKV, score: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
         """Scores of what is kept, which had some, and of a block after it: those stay, and the block's are as in a prompt.
 
         A policy that has `update_score` overrides this, too, or blocks are read token by token.
@@ -241,7 +241,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     def max_kept(self) -> int:
         return self.policy.max_budget(self.spec) + self.policy.round_size - 1
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         keep, budget = super().best(prompt, scores)
         if self.policy.round_size > 1:
             count = jnp.sum(prompt.live, axis=-1, dtype=jnp.int32)
@@ -253,7 +253,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
         budget = self.policy.row_budgets(self.spec, empty.seen, self.spec.totals(total))
         return ScoredCache(empty, jnp.zeros_like(empty.weight), budget)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[ScoredCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ScoredCache, Carry]:
         return self._scored(prompt, self.policy.scores(self.spec, prompt)), carry
 
     def read_block(
@@ -261,15 +261,15 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
         if self.reads == "tokens":
             return CacheLayer.read_block(self, state, block, carry)
-        prompt = cache.kept_and_block(state.cache, block)
+        prompt = cache.as_prompt_with_block(state.cache, block)
         score = cache.with_places(state.cache, state.score, block)
         new = self._scored(prompt, self.policy.block_scores(self.spec, prompt, score))
-        return cache.attend_prompt(self.spec, prompt), cache.in_rows(block.count > 0, new, state), carry
+        return cache.attend_prompt(self.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
-    def _scored(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> ScoredCache:
+    def _scored(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> ScoredCache:
         """What is kept of a prompt with these scores."""
         keep, budget = self.best(prompt, scores)
-        kept, index = cache.gather_kept(self.spec, self.capacity, prompt, keep)
+        kept, index = cache.keep(self.spec, self.capacity, prompt, keep)
         return ScoredCache(kept, jnp.where(kept.live, jnp.take_along_axis(scores, index, axis=-1), 0.0), budget)
 
     def append(self, state: ScoredCache, token: Token) -> ScoredCache:
@@ -327,7 +327,7 @@ def pool(scores: Float[Array, "B K T"], width: int, kind: Literal["avg", "max"])
     return jax.lax.reduce_window(scores, zero, jax.lax.max, *window)
 
 
-def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
+def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
     """The attention that each token of a prompt gets from all queries, summed over queries and averaged over each query group."""
     return attention_mass(
         prompt.q_rotated,
@@ -339,7 +339,7 @@ def all_queries(prompt: Prompt, spec: LayerSpec) -> Float[Array, "B K T"]:
     )
 
 
-def last_queries(prompt: Prompt, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
+def last_queries(prompt: PromptKV, window: int, spec: LayerSpec, **options: Any) -> Float[Array, "B K M"]:
     """The attention that each token of a prompt gets from its last `window` queries on average.
 
     Args:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Rotated, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 
 from ..base import Attention, CacheLayer, Carry, P, State, When
 from ..budget import budget_tokens
@@ -19,7 +19,7 @@ def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int, le
     return spec.layer < dense_layers or budget_tokens(budget, spec.max_tokens, least) >= spec.max_tokens
 
 
-def reads_all(spec: LayerSpec, prompt: Prompt, budget: Int[Array, " B"]) -> Bool[Array, " B"]:
+def reads_all(spec: LayerSpec, prompt: PromptKV, budget: Int[Array, " B"]) -> Bool[Array, " B"]:
     """`reads_everything` of each row by its own length: in a batch with longer rows it reads what it would alone."""
     return budget >= cache.row_buckets(prompt.lengths, spec.prompt_len) + spec.new_tokens
 

@@ -17,14 +17,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._util import user_files
-from kvjax.cache import LayerSpec, Prompt
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
+from ..attention_context import AttentionContext
 from ..base import CacheLayer, Carry, Policy
 from ..fields import check_fields
 from ..info import PolicyError
-from ..surroundings import Surroundings
 from .dense import DenseLayer
 from .ragged import RaggedLayer
 from .scoring import PromptScorer, PromptScorerLayer
@@ -216,11 +216,11 @@ class SurrogateScorer(PromptScorer):
             best = top_k(flat, (budget - first - last) * scores.shape[1]).reshape(scores.shape)
         return best & (rivals > -jnp.inf) | ends | live & whole
 
-    def chosen(self, layer: PromptScorerLayer[Any], prompt: Prompt, carry: Carry) -> Bool[Array, "B K T"]:
+    def chosen(self, layer: PromptScorerLayer[Any], prompt: PromptKV, carry: Carry) -> Bool[Array, "B K T"]:
         """Which of a prompt's tokens one of its layers keeps."""
         spec = layer.spec
         assert isinstance(self.weights, Surrogate)
-        x = jax.lax.stop_gradient(Surroundings.of(carry, spec).inputs()).astype(jnp.float32)
+        x = jax.lax.stop_gradient(AttentionContext.of(carry, spec).inputs()).astype(jnp.float32)
         weights = self.weights.layers[spec.layer]
         width = next(weights[name].shape[1] for name in self.reads if name in weights)
         x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model all inputs are alike
@@ -244,10 +244,10 @@ class SurrogateLayer(PromptScorerLayer[SurrogateScorer]):
     """One layer of a `SurrogateScorer`, each of whose heads keeps as much."""
 
     @property
-    def surroundings(self) -> bool:
+    def needs_context(self) -> bool:
         return True
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry
 
 
@@ -256,8 +256,8 @@ class SharedSurrogateLayer(RaggedLayer[SurrogateScorer]):
     """One layer of a `SurrogateScorer`, whose heads share a store."""
 
     @property
-    def surroundings(self) -> bool:
+    def needs_context(self) -> bool:
         return True
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         return self.policy.chosen(self, prompt, carry), carry

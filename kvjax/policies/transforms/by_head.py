@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
@@ -35,7 +35,7 @@ class ByHead(Policy):
 
     @property
     def info(self) -> PolicyInfo:
-        return dataclasses.replace(combined("by_head", (policy.info for policy in self.groups)), joint_heads=True)
+        return dataclasses.replace(combined("by_head", (policy.info for policy in self.groups)), heads_coupled=True)
 
     def __str__(self) -> str:
         names = [chr(ord("a") + i) for i in range(len(self.groups))]
@@ -126,8 +126,8 @@ class ByHeadLayer(CacheLayer[ByHead]):
         return tuple(dict.fromkeys(replay for layer in self._layers for replay in layer.replays))
 
     @property
-    def surroundings(self) -> bool:
-        return any(layer.surroundings for layer in self._layers)
+    def needs_context(self) -> bool:
+        return any(layer.needs_context for layer in self._layers)
 
     @property
     def reduces_heads(self) -> bool:
@@ -144,7 +144,7 @@ class ByHeadLayer(CacheLayer[ByHead]):
     def init(self, total: Int[Array, " B"] | None = None) -> tuple[State, ...]:
         return tuple(part.layer.init(total) for part in self.parts)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[tuple[State, ...], Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[tuple[State, ...], Carry]:
         states = []
         for part in self.parts:
             state, carry = part.layer.prefill(prompt.heads(np.asarray(part.heads)), carry)

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerSpec, Prompt, layer_specs
+from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.config import ModelConfig
 
+from ..attention_context import AttentionContext
 from ..base import CacheLayer, Carry, Policy
 from ..budget import budget_rows
 from ..families.scoring import PromptScorer, PromptScorerLayer
 from ..fields import check_fields
 from ..info import PolicyError
-from ..surroundings import Surroundings
 from .wrapper import Wrapper
 
 TOKENS = 64
@@ -73,10 +73,10 @@ class CriticalLayer(PromptScorerLayer[PromptScorer]):
     epsilon: float = dataclasses.field(kw_only=True)
 
     @property
-    def surroundings(self) -> bool:
+    def needs_context(self) -> bool:
         return True
 
-    def chosen(self, prompt: Prompt, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
+    def chosen(self, prompt: PromptKV, carry: Carry) -> tuple[Bool[Array, "B K T"], Carry]:
         policy, spec = self.policy, self.spec
         budget = policy.row_budgets(spec, prompt.seen, prompt.total)
         scores = policy.scores(spec, prompt)
@@ -85,11 +85,13 @@ class CriticalLayer(PromptScorerLayer[PromptScorer]):
             return policy.keep_mask(scores, prompt.lengths, budget, prompt.places)
 
         sure = kept(scores, jnp.maximum(budget_rows(float(self.share), budget), sum(policy.always_kept(budget))))
-        weights = projected_sizes(spec, Surroundings.of(carry, spec), jax.lax.stop_gradient(prompt.v))
+        weights = projected_sizes(spec, AttentionContext.of(carry, spec), jax.lax.stop_gradient(prompt.v))
         return kept(jnp.where(sure, SURE, (scores + self.epsilon) * weights), budget), carry
 
 
-def projected_sizes(spec: LayerSpec, around: Surroundings, values: Float[Array, "B T K H"]) -> Float[Array, "B K T"]:
+def projected_sizes(
+    spec: LayerSpec, around: AttentionContext, values: Float[Array, "B T K H"]
+) -> Float[Array, "B K T"]:
     """How much of the model's output each value makes alone: the sum of its output projection's sizes, mean over the query group."""
     output, size = around.output_of(spec), values.shape[1]
     step = min(TOKENS, size)

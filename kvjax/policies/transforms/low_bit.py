@@ -27,5 +27,5 @@ class LowBitLayer(CacheLayer[P]):
         return self.inner.replays
 
     @property
-    def surroundings(self) -> bool:
-        return self.inner.surroundings
+    def needs_context(self) -> bool:
+        return self.inner.needs_context

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, host_memory
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, host_memory
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.gradients import without_gradient
 
@@ -80,7 +80,7 @@ class OffloadedLayer(WrappedLayer[Offloaded]):
     def init(self, total: Int[Array, " B"] | None = None) -> State:
         return self._placed(self.inner.init(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
         return self._placed(state), carry
 

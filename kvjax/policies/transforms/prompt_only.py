@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
 
 from ..base import CacheLayer, Carry, Policy
 from ..info import PolicyError, PolicyInfo
@@ -57,7 +57,7 @@ class PromptOnlyLayer(CacheLayer[PromptOnly]):
     def max_kept(self) -> int:
         return self.inner.max_kept + max(self.spec.new_tokens, 1)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[LayerCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
         kept = self.inner.view(state)
         return cache.extended(kept, self.capacity - kept.pos.shape[-1]), carry

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, packing
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock, packing
 from kvjax.cache.packing import Bits, PackedCache
 from kvjax.config import ModelConfig
 
@@ -77,7 +77,7 @@ class Quantized(Wrapper):
                 "tokens are neither moved, merged nor evicted; give a policy that compresses the prompt alone, such as full, snapkv, "
                 "chunkkv or catekv"
             )
-        if self.policy.info.fits:
+        if self.policy.info.refits_values:
             raise PolicyError(
                 f"{self.info.name}: {self.policy.info.name!r} gives slots fitted weights, for which packed slots have no place; give a policy "
                 "whose slots are single tokens, such as snapkv"
@@ -111,7 +111,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
     def init(self, total: Int[Array, " B"] | None = None) -> PackedCache:
         return self._packed(self.inner.init(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[PackedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[PackedCache, Carry]:
         kept, carry = self.inner.prefill(prompt, carry)
         return self._packed(kept), carry
 
@@ -126,7 +126,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
 
         # Past the last, hence dropped, where there is none.
         where = jnp.where(slot > residual, slot - residual - 1, size)
-        where = where if state.dealt == 1 else cache.own_slot(state, where)
+        where = where if state.slot_shards == 1 else cache.local_slot(state, where)
         old = state.v_recent[*at, v_place]
         values = packing.put(state.v, old, where, bits, self._channels, dtype)
 
@@ -140,7 +140,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
             each = residual // new.shape[2]  # slots
             where = ((slot // residual - 1) * residual)[..., None] + jnp.arange(0, residual, each, dtype=jnp.int32)
             where = jnp.where(is_complete, where, size)
-            where = where if state.dealt == 1 else cache.own_slot(state, where)
+            where = where if state.slot_shards == 1 else cache.local_slot(state, where)
             return x.at[rows[:, None, None], heads[:, None], where // each].set(new, mode="drop")
 
         return dataclasses.replace(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerCache, Prompt, Token, TokenBlock, codebook, packing
+from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock, codebook, packing
 from kvjax.cache.codebook import Coded
 from kvjax.cache.packing import Bits
 from kvjax.pallas_kernels.masking import MASKED
@@ -31,7 +31,7 @@ class RotatedCache:
     Attributes:
         k: keys, rotated to their positions and then by the matrix that makes their coordinates alike.
         v: values, likewise (`Coded`) or in groups of channels (`packing.Packed`).
-        pos, next, seen, dealt: as in `LayerCache`; slots below `next` are filled.
+        pos, next, seen, sharded: as in `LayerCache`; slots below `next` are filled.
     """
 
     k: Coded
@@ -39,7 +39,7 @@ class RotatedCache:
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
     seen: Int[Array, " B"]
-    dealt: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
+    slot_shards: int = flax.struct.field(pytree_node=False, default=1, kw_only=True)
 
     @property
     def cache(self) -> Self:
@@ -86,13 +86,13 @@ class RotatedLayer(LowBitLayer[Any]):
     def init(self, total: Int[Array, " B"] | None = None) -> RotatedCache:
         return self._coded(self.inner.init(total))
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[RotatedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[RotatedCache, Carry]:
         kept, carry = self.inner.prefill(prompt, carry)
         return self._coded(kept), carry
 
     def append(self, state: RotatedCache, token: Token) -> RotatedCache:
         slot, v = state.next, token.v.astype(self.spec.dtype)
-        own = slot if state.dealt == 1 else cache.own_slot(state, slot)
+        own = slot if state.slot_shards == 1 else cache.local_slot(state, slot)
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         return dataclasses.replace(
             state,
@@ -114,12 +114,12 @@ class RotatedLayer(LowBitLayer[Any]):
             visible &= state.pos > token.position[:, None, None] - spec.window
         own = token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype)
         options: dict[str, Any] = {"bits": self.bits, "scale": spec.scale, "rotated": self._rotated}
-        if state.dealt == 1:
+        if state.slot_shards == 1:
             return coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options)[0], state, carry
-        visible, newest = cache.own(visible, state.dealt), cache.own_slot(state, state.next - 1)
+        visible, newest = cache.local_part(visible, state.slot_shards), cache.local_slot(state, state.next - 1)
         mine = newest < state.k.factor.shape[2]
         part = coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options, counts=mine)
-        return cache.merged(*part, state.dealt), state, carry
+        return cache.merged(*part, state.slot_shards), state, carry
 
     def read_block(
         self, state: RotatedCache, block: TokenBlock, carry: Carry

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, Prompt, Token
+from kvjax.cache import LayerSpec, PromptKV, Token
 from kvjax.pallas_kernels import top_k
 
 from ..base import CacheLayer, Carry, Policy
@@ -87,7 +87,7 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
         state = super().init(total)
         return dataclasses.replace(state, budget=jnp.maximum(state.budget, self.least))
 
-    def best(self, prompt: Prompt, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
+    def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         budget = jnp.maximum(self.policy.row_budgets(self.spec, prompt.seen, prompt.total), self.least)
         first, _ = self.policy.always_kept(budget)
         live = jnp.broadcast_to(prompt.live, scores.shape)

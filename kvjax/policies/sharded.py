@@ -1,7 +1,7 @@
-"""Layers whose keys and values are dealt by slots among the devices that have the same KV heads: what is done around a policy's own functions.
+"""Layers whose keys and values are sharded by slots among the devices that have the same KV heads: what is done around a policy's own functions.
 
 A policy chooses from a prompt as it does on one device, with all of it there; then each device keeps its part of the slots
-(`kvjax.cache.dealt`). New tokens are written, and attended to, by functions of `kvjax.cache`, which look across.
+(`kvjax.cache.sharded`). New tokens are written, and attended to, by functions of `kvjax.cache`, which look across.
 """
 
 import dataclasses
@@ -12,33 +12,33 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import Prompt, Token, TokenBlock
+from kvjax.cache import PromptKV, Token, TokenBlock
 
 from .base import CacheLayer, Carry, State, WrappedLayer, held_bytes
 from .families.sparse import SparseLayer
 
 
-def dealt(layer: CacheLayer[Any]) -> CacheLayer[Any]:
+def sharded(layer: CacheLayer[Any]) -> CacheLayer[Any]:
     """The layer with its slots sharded as `spec.shard` says, where they can be (`CacheLayer.shards_slots`) and are enough for all devices."""
-    return layer if layer.spec.shard.slots == 1 else layer.map_parts(_dealt)
+    return layer if layer.spec.shard.slots == 1 else layer.map_parts(_sharded)
 
 
-def _dealt(layer: CacheLayer[Any]) -> CacheLayer[Any]:
+def _sharded(layer: CacheLayer[Any]) -> CacheLayer[Any]:
     devices = layer.spec.shard.slots
     if not layer.shards_slots:
         return layer
     if layer.attention == "sparse" and layer.has_own_store:
-        of_store = DealtStoreLayer(layer.policy, layer.spec, inner=cast(SparseLayer[Any], layer))
+        of_store = ShardedStoreLayer(layer.policy, layer.spec, inner=cast(SparseLayer[Any], layer))
         enough = all(cache.local_slots(n, devices) < n for n in of_store.sizes)
         # A block would be read by the policy itself, into a store that is whole.
         return of_store if enough and not layer.spec.block else layer
     if cache.local_slots(layer.capacity, devices) >= layer.capacity:
         return layer
-    return DealtLayer(layer.policy, layer.spec, inner=layer)
+    return ShardedLayer(layer.policy, layer.spec, inner=layer)
 
 
 @dataclasses.dataclass(frozen=True)
-class DealtLayer(WrappedLayer[Any]):
+class ShardedLayer(WrappedLayer[Any]):
     """One layer, of whose keys and values each device has some slots."""
 
     @property
@@ -47,18 +47,18 @@ class DealtLayer(WrappedLayer[Any]):
         return self.inner.bytes_read if self.attention == "sparse" else sum(held_bytes(self))
 
     def init(self, total: Int[Array, " B"] | None = None) -> State:
-        return cache.dealt_empty(self.inner.init(total), self._devices)
+        return cache.sharded_empty(self.inner.init(total), self._devices)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
-        return cache.deal(state, self._devices), carry
+        return cache.shard_slots(state, self._devices), carry
 
     def read_block(self, state: State, block: TokenBlock, carry: Carry) -> tuple[Float[Array, "B S N H"], State, Carry]:
         """As the policy reads it; one that chooses from what is kept and the block as from a prompt is given all of what is kept."""
         chooses = self.attention == "kept"
         whole = cache.gathered(state) if chooses else state
         out, new, carry = self.inner.read_block(whole, block, carry)
-        return out, cache.deal(new, self._devices), carry
+        return out, cache.shard_slots(new, self._devices), carry
 
     @property
     def _devices(self) -> int:
@@ -66,7 +66,7 @@ class DealtLayer(WrappedLayer[Any]):
 
 
 @dataclasses.dataclass(frozen=True)
-class DealtStoreLayer(DealtLayer):
+class ShardedStoreLayer(ShardedLayer):
     """One sparse layer with a store of its own, of which each device has some slots, and all are sent what is selected."""
 
     inner: SparseLayer[Any] = dataclasses.field(kw_only=True)
@@ -82,9 +82,9 @@ class DealtStoreLayer(DealtLayer):
 
         return self._changed(self.inner.init(total), part)
 
-    def prefill(self, prompt: Prompt, carry: Carry) -> tuple[State, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
-        return self._changed(state, lambda x: cache.own(x, self._devices)), carry
+        return self._changed(state, lambda x: cache.local_part(x, self._devices)), carry
 
     def attend(self, state: State, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], State, Carry]:
         index, valid = self.inner.select(state, self.inner.query(token, carry))

@@ -1,4 +1,4 @@
-"""A cache whose slots are dealt among devices is the cache of one device. A mapped axis of JAX stands for the devices."""
+"""A cache whose slots are sharded among devices is the cache of one device. A mapped axis of JAX stands for the devices."""
 
 import dataclasses
 import functools
@@ -13,14 +13,14 @@ from jax.sharding import AbstractMesh
 from policies.oracle_arrays import rotate
 
 from kvjax import cache
-from kvjax.cache import LayerCache, LayerSpec, Prompt, Token, TokenBlock, attention, dealt
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock, attention, sharded
 from kvjax.cache.shard import COPIES, DATA, HEADS, SLOTS, Shard
 from kvjax.config import RopeConfig
 from kvjax.pallas_kernels import partial_block_attention
 from kvjax.policies import KIVI, AdaKV, Policy, ShadowKV, TurboQuant
-from kvjax.policies.dealt import DealtStoreLayer
-from kvjax.policies.dealt import dealt as dealt_layer
 from kvjax.policies.families.ragged import Ragged
+from kvjax.policies.sharded import ShardedStoreLayer
+from kvjax.policies.sharded import sharded as sharded_layer
 
 SPEC = LayerSpec(
     layer=0,
@@ -95,17 +95,17 @@ def softmax_over_slots(kept: LayerCache, query: Any, *, seen: Any) -> np.ndarray
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_slots_come_back_in_order(devices: int) -> None:
     kept = held([50, 7])
-    ordered = dealt.in_order(dealt.by_device(np.asarray(kept.k), devices), devices, 96)
+    ordered = sharded.in_order(sharded.shard_order(np.asarray(kept.k), devices), devices, 96)
     np.testing.assert_array_equal(ordered, kept.k)
-    back = on(devices, lambda x: cache.gathered(cache.deal(x, devices)), kept)
+    back = on(devices, lambda x: cache.gathered(cache.shard_slots(x, devices)), kept)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(kept), strict=True):
         same(got, want)
-    parts = on(devices, lambda x: cache.deal(x, devices).k, kept)
-    one = dealt.by_device(np.asarray(kept.k), devices).reshape(2, 2, devices, -1, 8)
+    parts = on(devices, lambda x: cache.shard_slots(x, devices).k, kept)
+    one = sharded.shard_order(np.asarray(kept.k), devices).reshape(2, 2, devices, -1, 8)
     np.testing.assert_array_equal(np.asarray(parts), np.moveaxis(one, 2, 0))
     # Of 50 tokens no device has more than a run more than another.
     tokens = np.isfinite(np.asarray(parts)[:, 0, 0, :, 0]) & (np.asarray(parts)[:, 0, 0, :, 0] != 0)
-    assert np.ptp(tokens.sum(axis=-1)) <= dealt.RUN
+    assert np.ptp(tokens.sum(axis=-1)) <= sharded.RUN
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -114,7 +114,7 @@ def test_new_tokens(devices: int) -> None:
 
     What else is known of slots is whole on every device.
     """
-    whole, parts = held([14, 95]), on(devices, lambda x: cache.deal(x, devices), held([14, 95]))
+    whole, parts = held([14, 95]), on(devices, lambda x: cache.shard_slots(x, devices), held([14, 95]))
     known, knowns = whole.pos, jnp.broadcast_to(whole.pos, (devices, *whole.pos.shape))
 
     def insert(kept: LayerCache, known: Any, new: Token) -> Any:
@@ -137,7 +137,7 @@ def attend_among(devices: int, spec: LayerSpec, small: bool) -> Any:
     """Attention by devices, compiled while `small` says how they put together what they have found."""
 
     def work(kept: LayerCache, new: Token) -> Any:
-        return cache.attend(spec, cache.deal(kept, devices), new)[0]
+        return cache.attend(spec, cache.shard_slots(kept, devices), new)[0]
 
     return jax.jit(jax.vmap(work, (None, None), axis_name=SLOTS, axis_size=devices))
 
@@ -147,7 +147,7 @@ def attend_among(devices: int, spec: LayerSpec, small: bool) -> Any:
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention(counts: list[int], window: int | None, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a new token, whichever way devices put together what they have found; some have no live slot, and of one row none has."""
-    monkeypatch.setattr(dealt, "SMALL_GATHER", 1 << 18 if small else 0)
+    monkeypatch.setattr(sharded, "SMALL_GATHER", 1 << 18 if small else 0)
     spec, kept, new = dataclasses.replace(SPEC, window=window), held(counts), token([c - 1 for c in counts])
     out = attend_among(4, spec, small)(kept, new)
     pos, last = np.repeat(np.asarray(kept.pos), 2, axis=1), np.asarray(new.position)[:, None, None]
@@ -186,7 +186,9 @@ def test_blocks(devices: int, window: int | None, by_slot: bool, monkeypatch: py
     want, after = jax.jit(read)(kept)
     out, back = on(
         devices,
-        lambda x: jax.tree.map(lambda y: y, (lambda o, c: (o, cache.gathered(c)))(*read(cache.deal(x, devices)))),
+        lambda x: jax.tree.map(
+            lambda y: y, (lambda o, c: (o, cache.gathered(c)))(*read(cache.shard_slots(x, devices)))
+        ),
         kept,
     )
     for got, expected in zip(jax.tree.leaves(back), jax.tree.leaves(after), strict=True):
@@ -231,7 +233,7 @@ def test_segments_of_one_store(devices: int, window: int | None) -> None:
     assert np.isfinite(np.asarray(want)).all()
 
     def parts(state: Any) -> Any:
-        out, end = steps(cache.deal(state, devices))
+        out, end = steps(cache.shard_slots(state, devices))
         return out, cache.gathered(end)
 
     got, back = on(devices, parts, store)
@@ -262,7 +264,7 @@ def test_few_bits(policy: Policy) -> None:
         places = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[:, None], (2, 40, 1))
         lengths, total = (jnp.asarray(x, jnp.int32) for x in ([40, 1], [128, 128]))
         both = [SPEC.rope.rotate_by_table(x, jnp.broadcast_to(places, x.shape[:3]), 128) for x in (q, k)]
-        return layer.prefill(Prompt(q, k, v, *both, None, lengths, lengths, total), {})[0]
+        return layer.prefill(PromptKV(q, k, v, *both, None, lengths, lengths, total), {})[0]
 
     def steps(state: Any) -> Any:
         def step(state: Any, place: Any) -> Any:
@@ -278,7 +280,7 @@ def test_few_bits(policy: Policy) -> None:
     want, after = jax.jit(steps)(begun)
 
     def parts(state: Any) -> Any:
-        out, end = steps(cache.deal(state, 3))
+        out, end = steps(cache.shard_slots(state, 3))
         return out, cache.gathered(end)
 
     got, back = on(3, parts, begun)
@@ -291,7 +293,7 @@ def test_a_store_of_its_own() -> None:
     """ShadowKV's values: each device holds some, and all are sent what a query selects."""
     policy = ShadowKV(budget=12, rank=10, chunk=4, outlier_chunks=2, local_chunks=1)
     shard = Shard(AbstractMesh((1, 1, 1, 2), (DATA, HEADS, COPIES, SLOTS)))
-    layer = dealt_layer(policy.layer(dataclasses.replace(SPEC, shard=shard)))
+    layer = sharded_layer(policy.layer(dataclasses.replace(SPEC, shard=shard)))
     whole = policy.layer(SPEC)
     random, new = np.random.default_rng(4), token([64, 64])
     state = jax.tree.map(
@@ -306,10 +308,10 @@ def test_a_store_of_its_own() -> None:
     )
 
     def attended(state: Any) -> Any:
-        parts = dataclasses.replace(state, v=cache.own(state.v, 2))
+        parts = dataclasses.replace(state, v=cache.local_part(state.v, 2))
         return layer.attend(parts, new, {})[0]
 
-    assert isinstance(layer, DealtStoreLayer)
+    assert isinstance(layer, ShardedStoreLayer)
     same(on(2, attended, state), jax.jit(lambda state: whole.attend(state, new, {})[0])(state), atol=1e-5)
 
 
@@ -326,7 +328,7 @@ def test_selected_pages(page: int, by_slot: bool) -> None:
     index = np.stack([random.permutation(96 // page)[:3] for _ in range(8)]).reshape(2, 4, -1)
     live = random.random((2, 4, index.shape[-1] * (page if by_slot else 1))) < 0.7
     args = to_jax(index, jnp.int32), to_jax(live), page
-    out = on(4, lambda x: cache.attend_selected(SPEC, cache.deal(x, 4), new, *args), kept)
+    out = on(4, lambda x: cache.attend_selected(SPEC, cache.shard_slots(x, 4), new, *args), kept)
     slots = (index[..., None] * page + np.arange(page)).reshape(2, 4, -1)
     meant = live if by_slot else np.repeat(live, page, axis=-1)
     seen = np.zeros((2, 4, 96), bool)
@@ -339,13 +341,13 @@ def test_selected_pages(page: int, by_slot: bool) -> None:
 
 def test_keys_in_slots() -> None:
     kept, pos = held([96, 96]), to_jax([[0, 17, 95], [15, 16, 64]], jnp.int32)
-    same(on(4, lambda x: cache.keys_at(cache.deal(x, 4), pos), kept), jax.jit(cache.keys_at)(kept, pos))
+    same(on(4, lambda x: cache.keys_at(cache.shard_slots(x, 4), pos), kept), jax.jit(cache.keys_at)(kept, pos))
 
 
 def test_an_empty_cache_is_dealt_without_devices() -> None:
     """So its bytes are known where there are none."""
-    parts = jax.jit(lambda: cache.dealt_empty(cache.empty(SPEC, 96), 4))()
+    parts = jax.jit(lambda: cache.sharded_empty(cache.empty(SPEC, 96), 4))()
     assert parts.k.shape == (2, 2, 32, 8)
-    assert (parts.pos.shape, parts.dealt) == ((2, 2, 96), 4)
-    same(on(4, lambda: cache.deal(cache.empty(SPEC, 96), 4).v), parts.v)
+    assert (parts.pos.shape, parts.slot_shards) == ((2, 2, 96), 4)
+    same(on(4, lambda: cache.shard_slots(cache.empty(SPEC, 96), 4).v), parts.v)
     assert cache.local_slots(1 << 20, 8) == 1 << 17

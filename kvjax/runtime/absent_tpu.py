@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
 
 from kvjax._util.extras import install
-from kvjax.runtime.compilation_cache import not_kept
+from kvjax.runtime.disk_cache import not_kept
 from kvjax.runtime.engine import Engine, Memory
 
 CHIPS = {"v5e": ("v5e:1x1", [1, 1, 1]), "v5p": ("v5p:1x1x1", [1, 1, 1]), "v6e": ("v6e:1x1", [1, 1, 1])}

@@ -12,15 +12,15 @@ from jaxtyping import Array, Float
 from kvjax.cache import LayerSpec
 from kvjax.pallas_kernels.head_shards import query_heads
 
-_NAME = "surroundings"
+_NAME = "attention_context"
 
 TOKENS = 1024
 """Values whose products are made at a time: 1024 x N x H numbers in float32 exist at once."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
-    """Of one layer that asks for it by `CacheLayer.surroundings`: in the carry of its `prefill` and `read_block`.
+class AttentionContext:
+    """Of one layer that asks for it by `CacheLayer.needs_context`: in the carry of its `prefill` and `read_block`.
 
     Attributes:
         inputs: gives what attention's projections read, normed: [B, S, D], or one for all; computed if it is called.
@@ -41,7 +41,7 @@ class Surroundings:
         heads = (spec.num_heads, spec.head_dim, spec.head_dim)
         return cls(lambda: jnp.ones((1, 1, 1)), lambda: jnp.broadcast_to(jnp.eye(spec.head_dim), heads))
 
-    def told(self, carry: dict[str, Any]) -> dict[str, Any]:
+    def with_context(self, carry: dict[str, Any]) -> dict[str, Any]:
         """The carry with it."""
         return {**carry, _NAME: self}
 
@@ -53,7 +53,9 @@ class Surroundings:
         return found.astype(jnp.float32).reshape(spec.num_kv_heads, group, *found.shape[1:])
 
 
-def projected_norms(spec: LayerSpec, around: Surroundings, values: Float[Array, "B K T H"]) -> Float[Array, "B K G T"]:
+def projected_norms(
+    spec: LayerSpec, around: AttentionContext, values: Float[Array, "B K T H"]
+) -> Float[Array, "B K G T"]:
     """How long the model's output is made by each value alone, by query head: the Euclidean norm of its output projection."""
     output, size = around.output_of(spec), values.shape[2]
     gram = jnp.einsum("kghd,kgjd->kghj", output, output, precision="highest")

@@ -1,6 +1,6 @@
-"""Slots of a cache dealt among devices that have the same KV heads: which device has which, and how what each finds comes together.
+"""Slots of a cache sharded among devices that have the same KV heads: which device has which, and how what each finds comes together.
 
-Keys and values are dealt, in turn by runs of `RUN` slots, so that devices have as many tokens as one another however many there are; in one
+Keys and values are sharded, in turn by runs of `RUN` slots, so that devices have as many tokens as one another however many there are; in one
 part each, all new tokens would go to the last device. Positions, weights, and whatever else a policy knows of slots, are on every
 device: so all choose alike, and a policy that leaves keys and values to the functions of `kvjax.cache` need not know.
 """
@@ -27,8 +27,8 @@ SMALL_GATHER = 1 << 18
 """Bytes up to which each device is sent what all have and adds it up itself: one communication. Of more, sums are sent, by two."""
 
 
-class Dealt(Protocol):
-    """What of a `LayerCache` tells where slots are; of other stores, too, that are dealt."""
+class Sharded(Protocol):
+    """What of a `LayerCache` tells where slots are; of other stores, too, that are sharded."""
 
     @property
     def pos(self) -> Int[Array, "B K C"]:
@@ -36,7 +36,7 @@ class Dealt(Protocol):
         ...
 
     @property
-    def dealt(self) -> int:
+    def slot_shards(self) -> int:
         """Among how many devices."""
         ...
 
@@ -46,7 +46,7 @@ def local_slots(slots: int, devices: int) -> int:
     return round_slots(-(-slots // (RUN * devices)) * RUN)
 
 
-def dealt_empty(state: Any, devices: int) -> Any:
+def sharded_empty(state: Any, devices: int) -> Any:
     """A layer's state without tokens, of whose slots each device holds its part: they are all alike."""
 
     def part(x: Array, axis: int, run: int) -> Array:
@@ -55,25 +55,25 @@ def dealt_empty(state: Any, devices: int) -> Any:
     return _with_kv(state, devices, part)
 
 
-def deal(state: Any, devices: int) -> Any:
+def shard_slots(state: Any, devices: int) -> Any:
     """A layer's state, a `LayerCache` or one that has it as `cache`, of which each device holds its part; as it is, if that is so."""
-    if state.cache.dealt == devices:
+    if state.cache.slot_shards == devices:
         return state
-    return _with_kv(state, devices, lambda x, axis, run: own(x, devices, axis=axis, run=run))
+    return _with_kv(state, devices, lambda x, axis, run: local_part(x, devices, axis=axis, run=run))
 
 
 def gathered(state: Any) -> Any:
-    """A layer's state that is dealt, whole on every device."""
-    devices, size = state.cache.dealt, state.cache.pos.shape[-1]
+    """A layer's state that is sharded, whole on every device."""
+    devices, size = state.cache.slot_shards, state.cache.pos.shape[-1]
 
     def whole(x: Array, axis: int, run: int) -> Array:
         parts = jax.lax.all_gather(x, SLOTS, axis=axis, tiled=True)
-        return in_order(parts, devices, size * run // RUN, axis=axis, run=run)
+        return global_order(parts, devices, size * run // RUN, axis=axis, run=run)
 
     return _with_kv(state, 1, whole)
 
 
-def own(
+def local_part(
     x: Shaped[Array, "B K *S"], devices: int, fill: Any = 0, *, axis: int = 2, run: int = RUN
 ) -> Shaped[Array, "B K ..."]:
     """Of what is known of all slots, this device's part; `fill` where there are fewer than would be even.
@@ -86,7 +86,7 @@ def own(
     return _flat(jax.lax.dynamic_index_in_dim(runs, _index(), keepdims=False), axis)
 
 
-def by_device(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
+def shard_order(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
     """Slots in the order in which devices have them, one device's after the other's; of NumPy or JAX.
 
     Args:
@@ -95,8 +95,8 @@ def by_device(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
     return _flat(_flat(_runs(x, devices, 0, axis, run).swapaxes(2, 3), 2), axis)
 
 
-def in_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = RUN) -> Any:
-    """The first `size` slots, of those in the order of `by_device`.
+def global_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = RUN) -> Any:
+    """The first `size` slots, of those in the order of `shard_order`.
 
     Args:
         axis, run: as for `own`.
@@ -107,24 +107,24 @@ def in_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = RUN) 
 
 
 def slots_of_leaves(state: Any) -> list[int]:
-    """For each array of a layer's dealt state, or of several's, how many slots a device has of the cache that it belongs to; 0 where it belongs
-    to none that is dealt.
+    """For each array of a layer's sharded state, or of several's, how many slots a device has of the cache that it belongs to; 0 where it belongs
+    to none that is sharded.
     """
     found: list[int] = []
-    for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "dealt")):
-        devices = getattr(each, "dealt", 1)
+    for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "slot_shards")):
+        devices = getattr(each, "slot_shards", 1)
         slots = local_slots(each.pos.shape[-1], devices) if devices > 1 else 0
         found += [slots] * len(jax.tree.leaves(each))
     return found
 
 
-def own_slot(cache: Dealt, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
+def local_slot(cache: Sharded, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
     """Where slots are in this device's part; beyond its end those that are not."""
-    local = local_slots(cache.pos.shape[-1], cache.dealt)
-    return jnp.where(slot < cache.pos.shape[-1], _own_slot(slot, cache.dealt, local), local)
+    local = local_slots(cache.pos.shape[-1], cache.slot_shards)
+    return jnp.where(slot < cache.pos.shape[-1], _local_slot(slot, cache.slot_shards, local), local)
 
 
-def own_pages(
+def local_pages(
     cache: LayerCache, index: Int[Array, "B R P"], live: Bool[Array, "B R L"], page: int
 ) -> tuple[Int[Array, "B R Q"], Bool[Array, "B R S"], int]:
     """Pages of slots, as `gather_attention` takes them, in this device's part: pages, which of their slots are meant, and slots of a page."""
@@ -134,7 +134,7 @@ def own_pages(
     slots = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*index.shape[:2], -1)
     meant = live if live.shape[-1] == slots.shape[-1] else jnp.repeat(live, page, axis=-1)
     meant &= slots < cache.seen[:, None, None]
-    at = own_slot(cache, first)
+    at = local_slot(cache, first)
     here = at < cache.k.shape[2]
     return jnp.where(here, at, 0) // size, meant & jnp.repeat(here, size, axis=-1), size
 
@@ -147,14 +147,14 @@ def stripes(devices: int) -> Stripes:
 def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
     """Keys in the same slots of all heads; in those that do not exist, whatever there is."""
     slot = jnp.minimum(pos, cache.pos.shape[-1] - 1)[:, None]
-    return rows_at(cache.k, slot, cache.dealt)
+    return rows_at(cache.k, slot, cache.slot_shards)
 
 
 def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: int) -> Shaped[Array, "B K S H"]:
-    """What is in slots, each of which exists, of an array that is dealt; the same on all devices."""
+    """What is in slots, each of which exists, of an array that is sharded; the same on all devices."""
     if devices == 1:
         return jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip")
-    at = _own_slot(slot, devices, x.shape[2])
+    at = _local_slot(slot, devices, x.shape[2])
     mine = at < x.shape[2]
     rows = jnp.take_along_axis(x, jnp.where(mine, at, 0)[..., None], axis=2)
     return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), rows.dtype)), SLOTS)
@@ -200,7 +200,7 @@ def _numbers(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _own_slot(slot: Int[Array, "*S"], devices: int, local: int) -> Int[Array, "*S"]:
+def _local_slot(slot: Int[Array, "*S"], devices: int, local: int) -> Int[Array, "*S"]:
     """Where slots are among the `local` ones of this device; `local` for those that are not."""
     run, place = slot // RUN, slot % RUN
     return jnp.where(run % devices == _index(), run // devices * RUN + place, local)
@@ -214,11 +214,11 @@ def _index() -> Int[Array, ""]:
 def _with_kv(state: Any, devices: int, change: Any) -> Any:
     """The state with `change(x, axis, run)` of each array of its keys and values, see `own`."""
     held = state.cache
-    slots = local_slots(held.pos.shape[-1], held.dealt) if held.dealt > 1 else held.pos.shape[-1]
+    slots = local_slots(held.pos.shape[-1], held.slot_shards) if held.slot_shards > 1 else held.pos.shape[-1]
 
     def changed(x: Array, axis: int) -> Array:
         return change(x, axis, RUN * x.shape[axis] // slots)
 
     k, v = jax.tree.map(changed, (held.k, held.v), held.slot_axes)
-    kept = dataclasses.replace(held, k=k, v=v, dealt=devices)
+    kept = dataclasses.replace(held, k=k, v=v, slot_shards=devices)
     return kept if state.cache is state else dataclasses.replace(state, cache=kept)
