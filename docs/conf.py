@@ -48,6 +48,7 @@ suppress_warnings = ["ref.python"]
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autosummary_generate = True
+autosummary_imported_members = True  # of kvjax.policies.methods, the one module that has a page of its own
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False

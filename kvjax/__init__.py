@@ -22,39 +22,8 @@ if TYPE_CHECKING:
     from .models import Params as Params
     from .planning import Plan as Plan
     from .planning import plan as plan
-    from .policies import H2O as H2O
-    from .policies import KIVI as KIVI
-    from .policies import RKV as RKV
-    from .policies import TOVA as TOVA
-    from .policies import AdaKV as AdaKV
-    from .policies import AttentionMatching as AttentionMatching
-    from .policies import CaM as CaM
-    from .policies import CateKV as CateKV
-    from .policies import Chelsea as Chelsea
-    from .policies import ChunkKV as ChunkKV
-    from .policies import ClusterKV as ClusterKV
-    from .policies import Compactor as Compactor
-    from .policies import DuoAttention as DuoAttention
-    from .policies import ExpectedAttention as ExpectedAttention
-    from .policies import FastKVzip as FastKVzip
-    from .policies import Full as Full
-    from .policies import InfiniGen as InfiniGen
-    from .policies import KeyDiff as KeyDiff
-    from .policies import KNorm as KNorm
-    from .policies import KVzap as KVzap
-    from .policies import KVzip as KVzip
-    from .policies import LagKV as LagKV
     from .policies import Policy as Policy
     from .policies import PolicyError as PolicyError
-    from .policies import PyramidKV as PyramidKV
-    from .policies import Quest as Quest
-    from .policies import Random as Random
-    from .policies import ShadowKV as ShadowKV
-    from .policies import SnapKV as SnapKV
-    from .policies import StreamingLLM as StreamingLLM
-    from .policies import TreeKV as TreeKV
-    from .policies import TriAttention as TriAttention
-    from .policies import TurboQuant as TurboQuant
     from .policies import by_head as by_head
     from .policies import by_layer as by_layer
     from .policies import chunk_token_hybrid as chunk_token_hybrid
@@ -67,6 +36,7 @@ if TYPE_CHECKING:
     from .policies import recompress as recompress
     from .policies import register as register
     from .policies import thresholded as thresholded
+    from .policies.methods import *  # noqa: F403
     from .runtime.aot import CompiledGenerator as CompiledGenerator
     from .runtime.aot import aot_compile as aot_compile
     from .runtime.engine import Engine as Engine
@@ -88,39 +58,8 @@ _NAMES = {
         "plan",
     ),
     "policies": (
-        "AdaKV",
-        "AttentionMatching",
-        "CaM",
-        "CateKV",
-        "Chelsea",
-        "ChunkKV",
-        "ClusterKV",
-        "Compactor",
-        "DuoAttention",
-        "ExpectedAttention",
-        "FastKVzip",
-        "Full",
-        "H2O",
-        "InfiniGen",
-        "KeyDiff",
-        "KIVI",
-        "KNorm",
-        "KVzap",
-        "KVzip",
-        "LagKV",
         "Policy",
         "PolicyError",
-        "PyramidKV",
-        "Quest",
-        "Random",
-        "RKV",
-        "ShadowKV",
-        "SnapKV",
-        "StreamingLLM",
-        "TOVA",
-        "TreeKV",
-        "TriAttention",
-        "TurboQuant",
         "by_head",
         "by_layer",
         "chunk_token_hybrid",
@@ -155,12 +94,18 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name not in _HOMES:
+    # Modules, which are asked for here before they are imported, have names in small letters.
+    if name not in _HOMES and not (name[0].isupper() and name in _methods()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_HOMES.get(name, 'policies')}", __name__), name)
     globals()[name] = value
     return value
 
 
+def _methods() -> list[str]:
+    """Names of the classes of policies."""
+    return [name for name in vars(importlib.import_module(".policies.methods", __name__)) if not name.startswith("_")]
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES, *_methods(), *_MODULES})

@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from policies import surrogates
+from policies.facts import facts_of
+from policies.surrogates import model_inputs
 
 import kvjax
 from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import (
-    MeanQueries,
     Policy,
     by_head,
     by_layer,
@@ -43,7 +43,6 @@ from kvjax.policies import (
     recompress,
     thresholded,
 )
-from kvjax.policies.profile import fingerprint
 from kvjax.runtime.engine import Engine
 
 FILE = Path(__file__).with_suffix(".json")
@@ -72,49 +71,10 @@ LABELS = ("a", "b"), ("b", "a")
 
 def cases() -> dict[str, Callable[[], Policy]]:
     """All policies and transforms by name, with budgets and regions small enough that each compresses prompts of `LENGTHS`."""
-    small = {
-        "adakv": {"budget": 12, "window": 4},
-        "attention_matching": {"budget": 12},
-        "cam": {"budget": 12, "sinks": 2, "merge": 4},
-        "catekv": {
-            "budget": 16,
-            "eta": 0.5,
-            "sinks": 2,
-            "recent": 4,
-            "chunk": 4,
-            "window": 4,
-            "profile": _labels("catekv"),
-        },
-        "chelsea": {"budget": 16, "sinks": 2, "recent": 4, "chunk": 8, "every": 4},
-        "chunkkv": {"budget": 14, "chunk": 4, "window": 4, "reuse": 2},
-        "clusterkv": {"budget": 12, "sinks": 2, "dense_layers": 1, "n_clusters": 5, "window": 4, "new_clusters": 2},
-        "compactor": {"budget": 12, "sinks": 2, "recent": 2, "chunk": 8, "sketch": 6},
-        "duoattention": {"budget": 12, "sinks": 2, "profile": _labels("duoattention")},
-        "expected_attention": {"budget": 12, "sinks": 2, "future": 16},
-        "fast_kvzip": {"budget": 12, "sinks": 2, "weights": surrogates.gates(CONFIG)},
-        "full": {},
-        "h2o": {"budget": 12},
-        "infinigen": {"budget": 8, "dense_layers": 1, "profile": "prompt"},
-        "keydiff": {"budget": 12},
-        "kivi": {"bits": 4, "group": 4, "residual": 8},
-        "knorm": {"budget": 12, "dense_layers": 1},
-        "kvzap": {"budget": 12, "sinks": 2, "window": 4, "weights": surrogates.kvzap(CONFIG)},
-        "kvzip": {"budget": 12, "chunk": 16, "overlap": 2, "sinks": 2},
-        "lagkv": {"budget": 14, "sinks": 2, "lag": 4},
-        "pyramidkv": {"budget": 12, "window": 4, "beta": 4},
-        "quest": {"budget": 12, "page": 4, "dense_layers": 1},
-        "random": {"budget": 12},
-        "rkv": {"budget": 12, "every": 4, "window": 4},
-        "shadowkv": {"budget": 8, "rank": 6, "chunk": 4, "outlier_chunks": 2, "local_chunks": 1},
-        "snapkv": {"budget": 12, "window": 4},
-        "streaming_llm": {"budget": 12, "sinks": 2},
-        "tova": {"budget": 12},
-        "treekv": {"budget": 12, "sinks": 2, "block": 4},
-        "triattention": {"budget": 12, "every": 4, "window": 4, "profile": _mean_queries()},
-        "turboquant": {"exact_layers": 0, "group": 8},
-    }
+    ours = {name: cls for name, cls in policies().items() if cls.__module__.startswith("kvjax.")}
     found: dict[str, Callable[[], Policy]] = {
-        name: functools.partial(get_policy, name, **options) for name, options in small.items()
+        name: functools.partial(get_policy, name, **facts_of(name).golden, **model_inputs(cls, CONFIG))
+        for name, cls in ours.items()
     }
 
     def made(name: str) -> Policy:
@@ -211,20 +171,6 @@ def _ranges(positions: np.ndarray) -> str:
         else:
             ranges.append([place, place])
     return " ".join(str(start) if start == stop else f"{start}-{stop}" for start, stop in ranges)
-
-
-def _labels(method: str) -> tuple[tuple[str, ...], ...]:
-    kinds = policies()[method].labels  # pyright: ignore[reportAttributeAccessIssue]
-    return tuple(tuple(kinds["ab".index(label)] for label in layer) for layer in LABELS)
-
-
-def _mean_queries() -> MeanQueries:
-    """Random statistics of the model's queries: means, and sizes that are no smaller."""
-    real, imaginary, more = np.random.default_rng(7).normal(
-        size=(3, CONFIG.num_layers, CONFIG.num_heads, CONFIG.head_dim // 2)
-    )
-    found = np.stack([real, imaginary, np.hypot(real, imaginary) + np.abs(more)], axis=2)
-    return MeanQueries.of(found, method="triattention", model=fingerprint(CONFIG), data="random", settings=())
 
 
 def fragile(name: str, seed: int, found: dict[str, Any], draws: int = 4) -> str | None:

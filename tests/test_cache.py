@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from policies.driver import make_case
 
 from kvjax import cache
-from kvjax.cache import blocks
+from kvjax.cache import state
 from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig
 
@@ -125,10 +125,10 @@ def test_sliding_window_counts_original_positions(window):
     assert (np.asarray(probs)[0, 0] > 0).tolist() == [5 - window < pos <= 5 for pos in range(8)]
 
 
-@pytest.mark.parametrize(("numbers", "parts"), [(blocks.MOVED, 2), (0, 8)], ids=["two parts", "eight parts"])
+@pytest.mark.parametrize(("numbers", "parts"), [(state.MOVED, 2), (0, 8)], ids=["two parts", "eight parts"])
 def test_places_that_are_kept_move_to_the_front_in_order(numbers, parts, monkeypatch):
     """Within the cache, whatever the size of the parts; rows and heads have as many tokens as they have, up against the end."""
-    monkeypatch.setattr(blocks, "MOVED", numbers)
+    monkeypatch.setattr(state, "MOVED", numbers)
     random, slots, capacity = np.random.default_rng(0), 320, 256
     count = np.asarray([[320, 200], [5, 256]])
     k, v = (random.normal(size=(2, 2, slots, 4)).astype(np.float32) for _ in range(2))

@@ -33,7 +33,9 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom) and not node.module
         for alias in node.names
     }
-    assert homes == kvjax._HOMES
+    assert homes == {"*": "policies.methods", **kvjax._HOMES}
+    del homes["*"]
+    homes |= dict.fromkeys(kvjax._methods(), "policies.methods")
     assert modules == set(kvjax._MODULES)
     for name, module in homes.items():
         assert getattr(kvjax, name) is getattr(importlib.import_module(f"kvjax.{module}"), name)

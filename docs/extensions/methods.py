@@ -1,15 +1,24 @@
-"""What a method's page has besides its idea and its lines of code, which are written by hand in docs/methods/NAME.md.
+"""Pages and tables of methods.
 
-Facts and options come from the policy and its docstring, figures from result files, limits from docs/limits.md, the paper's address from docs/methods.md.
+docs/methods/NAME.md has what is written by hand: the idea, the lines of code, limits, and in its front matter
+
+- paper: the paper's address.
+- blocks: by what the method chooses after each block of a prompt. Without it the method needs whole prompts.
+- budget: what a budget is of, where only some heads have it.
+
+All else is added here: facts and options from the policy and its docstring, figures from result files, and limits that several methods have
+from docs/limits.md.
 """
 
 import dataclasses
 import inspect
 import re
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
@@ -22,6 +31,7 @@ from reproduction import tables
 
 DOCS = Path(__file__).parents[1]
 LINES = "## The lines that do it"
+LIMITS = "## Limits\n"
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
 MARKERS = "os^Dv<>P*"
@@ -32,12 +42,19 @@ MEMORY = {
     "sparse": "everything is kept, and a part of it read",
     "quantized": "everything is kept, in fewer bits",
 }
+IN_SHORT = {
+    "full": "all kept",
+    "freed": "freed",
+    "sparse": "all kept, a part read",
+    "quantized": "all kept, fewer bits",
+}
 STAGE = {
     "none": "never",
     "prompt": "once, when the prompt has been read",
     "decoding": "while decoding",
     "both": "when the prompt has been read, and while decoding",
 }
+WHOLE = "not supported: it needs the whole prompt"
 POSITIONS = {"original": "as in the text", "cache_rank": "a token's place among those that are kept"}
 
 
@@ -49,6 +66,7 @@ def complete(app: Sphinx, docname: str, content: list[str]) -> None:
     before, mark, lines = content[0].partition(LINES)
     if not mark:
         raise ValueError(f"docs/{docname}.md has no heading {LINES!r}; the rest of the page is put around it")
+    lines, _, own = lines.partition(LIMITS)
     content[0] = "\n\n".join(
         [
             before.strip(),
@@ -63,34 +81,33 @@ def complete(app: Sphinx, docname: str, content: list[str]) -> None:
             _costs(name),
             "## Where it wins and loses",
             _measured(name),
-            *_limits(content[0]),
+            *_limits(name, own.strip()),
             *_citation(name),
         ]
     )
 
 
-BUDGET = {
-    "catekv": "is of consistent heads, for the prompt; new tokens are kept in addition",
-    "duoattention": "is of streaming heads; the others keep everything",
-}
-"""What a budget is of where only some heads have it."""
+def page(name: str) -> tuple[dict[str, str], str]:
+    """The front matter of a method's page, and its title."""
+    _, facts, text = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(facts), text.strip().partition("\n")[0].removeprefix("# ")
 
 
 def _facts(name: str) -> str:
-    about = policies()[name].about
+    about, (written, _) = policies()[name].about, page(name)
     budget = "is of all tokens"
     if about.memory == "sparse":
         budget = "is what a query reads; nothing is dropped"
     elif about.budget_excludes_new_tokens:
         budget = "is of the prompt, and new tokens are kept in addition"
-    budget = BUDGET.get(name, budget)
     facts = {
         "Asked for as": f"`{name}`, or `kvjax.policies.{policies()[name].__name__}(...)`",
         "Keeps": about.summary,
         "Memory": MEMORY[about.memory],
         "Compresses": STAGE[about.stage],
+        "Prompts in blocks": f"chooses after each by {written['blocks']}" if "blocks" in written else WHOLE,
         "Positions": POSITIONS[about.positions],
-        "A budget": budget if about.takes_budget else "has no effect",
+        "A budget": written.get("budget", budget) if about.takes_budget else "has no effect",
     }
     rows = "\n".join(f"* - {key}\n  - {value}" for key, value in facts.items())
     return f"```{{list-table}}\n:widths: 20 80\n\n{rows}\n```"
@@ -212,9 +229,9 @@ def _measured(name: str) -> str:
     return "\n\n".join(parts)
 
 
-def _limits(page: str) -> list[str]:
-    """Items of docs/limits.md whose first sentence speaks of the method by its title."""
-    title = page.split("\n", 1)[0].removeprefix("# ").strip()
+def _limits(name: str, own: str) -> list[str]:
+    """The page's own limits, and items of docs/limits.md whose first sentence speaks of the method by its title."""
+    title = page(name)[1]
     text = (DOCS / "limits.md").read_text(encoding="utf-8")
     found = [
         item.strip()
@@ -223,23 +240,24 @@ def _limits(page: str) -> list[str]:
     ]
     # Links as they are from docs/methods, a folder further down.
     found = [re.sub(r"\]\((?!\w+:|#)", "](../", item) for item in found]
-    return ["## Limits", "\n".join(found)] if found else []
+    return ["## Limits", "\n".join(filter(None, [own, *found]))] if own or found else []
 
 
 def _citation(name: str) -> list[str]:
-    match = re.fullmatch(r"(.+?) (\d{4}), (.+)", policies()[name].about.paper, flags=re.DOTALL)
-    if not match or name in ("full", "random"):  # which are references, and no paper's method
+    if "paper" not in page(name)[0]:
         return []
-    row = re.search(
-        rf"^\| \[`{name}`\]\(\S+\) \| \[.*?\]\((\S+?)\)",
-        (DOCS / "methods.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    assert row, f"docs/methods.md has no address of the paper of {name}"
-    authors, year, title = match.groups()
+    authors, year, title = _paper(name)
+    address = page(name)[0]["paper"]
     author = authors.replace(" et al.", " and others")
-    entry = f"@misc{{{name},\n  title = {{{title}}},\n  author = {{{author}}},\n  year = {{{year}}},\n  url = {{{row[1]}}},\n}}"
-    return ["## Citation", f"{authors} {year}, [{title}]({row[1]})", f"```bibtex\n{entry}\n```"]
+    entry = f"@misc{{{name},\n  title = {{{title}}},\n  author = {{{author}}},\n  year = {{{year}}},\n  url = {{{address}}},\n}}"
+    return ["## Citation", f"{authors} {year}, [{title}]({address})", f"```bibtex\n{entry}\n```"]
+
+
+def _paper(name: str) -> tuple[str, str, str]:
+    """Authors, year and title."""
+    match = re.fullmatch(r"(.+?) (\d{4}), (.+)", policies()[name].about.paper, flags=re.DOTALL)
+    assert match, f"{name}: about.paper is not 'authors year, title'"
+    return match[1], match[2], match[3]
 
 
 def draw_quality(path: Path, marked: str = "") -> None:
@@ -281,6 +299,33 @@ class Quality(Directive):
         return _parsed(self, f"![{' '.join(self.content)}](/pictures/quality/all.svg)")
 
 
+class Methods(Directive):
+    """The table of all methods, the full cache first."""
+
+    def run(self) -> list[Any]:
+        lines = ["| name | method | what it keeps | memory |", "| --- | --- | --- | --- |"]
+        for name, cls in sorted(policies().items(), key=lambda item: item[0] != "full"):
+            written, method = page(name)
+            if "paper" in written:
+                method = f"[{method}]({written['paper']}), {' '.join(_paper(name)[:2])}"
+            lines.append(
+                f"| [`{name}`](/methods/{name}.md) | {method} | {cls.about.summary} | {IN_SHORT[cls.about.memory]} |"
+            )
+        return _parsed(self, "\n".join(lines))
+
+
+class Blocks(Directive):
+    """The table of how methods choose when a prompt comes in blocks."""
+
+    def run(self) -> list[Any]:
+        names = defaultdict(list)
+        for name in policies():
+            names[page(name)[0].get("blocks", WHOLE)].append(f"[`{name}`](/methods/{name}.md)")
+        rows = sorted(names.items(), key=lambda row: (row[0] == WHOLE, -len(row[1])))
+        lines = ["| policy | chooses after each block by |", "| --- | --- |"]
+        return _parsed(self, "\n".join(lines + [f"| {', '.join(group)} | {how} |" for how, group in rows]))
+
+
 class Measured(Directive):
     """A table of `reproduction.tables`, by the name of its function."""
 
@@ -298,6 +343,8 @@ def _parsed(directive: Directive, text: str) -> list[Any]:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", complete, priority=400)
+    app.add_directive("methods", Methods)
+    app.add_directive("blocks", Blocks)
     app.add_directive("quality", Quality)
     app.add_directive("measured", Measured)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -52,15 +52,16 @@ def public_names() -> Iterator[tuple[str, Any]]:
 
 
 def _of_package(module: Any) -> list[str]:
-    """Names imported as themselves, which is how a package says that it means to pass them on."""
+    """Names imported as themselves, which is how a package says that it means to pass them on; of `*` those of the module."""
     tree = ast.parse(inspect.getsource(module))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return [
-        alias.name
-        for node in imports
-        for alias in node.names
-        if alias.asname == alias.name and not alias.name.startswith("_")
-    ]
+    found: list[str] = []
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+        for alias in node.names:
+            if alias.name == "*":
+                found += _of_package(importlib.import_module(f".{node.module}", module.__name__))
+            elif alias.asname == alias.name and not alias.name.startswith("_"):
+                found.append(alias.name)
+    return found
 
 
 def _of_module(module: Any) -> list[str]:

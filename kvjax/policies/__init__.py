@@ -1,22 +1,12 @@
 """Cache policies, one file per method. Importing this package registers all of them."""
 
-from .adakv import AdaKV as AdaKV
-from .attention_matching import AttentionMatching as AttentionMatching
 from .base import CacheLayer as CacheLayer
 from .base import Policy as Policy
 from .base import WrappedLayer as WrappedLayer
 from .base import prefill_alone as prefill_alone
 from .budget import budget_rows as budget_rows
 from .budget import budget_tokens as budget_tokens
-from .cam import CaM as CaM
-from .catekv import CateKV as CateKV
-from .chelsea import Chelsea as Chelsea
-from .chunkkv import ChunkKV as ChunkKV
 from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
-from .clusterkv import ClusterKV as ClusterKV
-from .compactor import Compactor as Compactor
-from .duoattention import DuoAttention as DuoAttention
-from .expected_attention import ExpectedAttention as ExpectedAttention
 from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
 from .families.scoring import all_queries as all_queries
@@ -25,31 +15,14 @@ from .families.skewing import SkewProfile as SkewProfile
 from .families.sparse import SparseLayer as SparseLayer
 from .families.surrogates import Surrogate as Surrogate
 from .families.trigonometry import MeanQueries as MeanQueries
-from .fast_kvzip import FastKVzip as FastKVzip
-from .full import Full as Full
-from .h2o import H2O as H2O
-from .infinigen import InfiniGen as InfiniGen
 from .info import PolicyError as PolicyError
 from .info import PolicyInfo as PolicyInfo
-from .keydiff import KeyDiff as KeyDiff
-from .kivi import KIVI as KIVI
-from .knorm import KNorm as KNorm
-from .kvzap import KVzap as KVzap
-from .kvzip import KVzip as KVzip
-from .lagkv import LagKV as LagKV
+from .methods import *  # noqa: F403
 from .profile import HeadProfile as HeadProfile
-from .pyramidkv import PyramidKV as PyramidKV
-from .quest import Quest as Quest
-from .random_eviction import Random as Random
 from .registry import policies as policies
 from .registry import policy_class as policy_class
 from .registry import register as register
-from .rkv import RKV as RKV
-from .shadowkv import ShadowKV as ShadowKV
-from .snapkv import SnapKV as SnapKV
-from .streaming_llm import StreamingLLM as StreamingLLM
 from .text import get_policy as get_policy
-from .tova import TOVA as TOVA
 from .transforms.by_head import ByHead as ByHead
 from .transforms.by_head import by_head as by_head
 from .transforms.by_layer import ByLayer as ByLayer
@@ -67,6 +40,3 @@ from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
 from .transforms.threshold import Thresholded as Thresholded
 from .transforms.threshold import thresholded as thresholded
-from .treekv import TreeKV as TreeKV
-from .triattention import TriAttention as TriAttention
-from .turboquant import TurboQuant as TurboQuant

@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import ROPE, make_case
+from policies.driver import make_case
+from policies.oracle_arrays import ROPE
 from policies.oracle_duoattention import mixed
 
 from kvjax.calibration.duoattention import CUE, Settings, gate_values, gated_attention, with_passkeys

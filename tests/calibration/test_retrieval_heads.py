@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import make_case, rotate, rotated, softmax
+from policies.driver import make_case, rotate, rotated
+from policies.oracle_arrays import softmax
 
 from kvjax.calibration.make_profile import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads

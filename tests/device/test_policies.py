@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 from device.models import BUDGET, SMALL, generated, same, small
-from policies.driver import compositions, every_policy, mean_queries, trained
+from policies.driver import compositions, every_policy
+from policies.surrogates import model_inputs
 
 from kvjax.policies import ChunkKV, Policy, by_layer, offloaded, pyramid, quantized
 from kvjax.policies import policies as registered
@@ -14,19 +15,16 @@ CHUNKS = ChunkKV(budget=BUDGET, window=8)
 
 def named() -> dict[str, Policy]:
     """One of each registered policy, and transforms of some, nested ones too."""
-    policies = dict(zip(registered(), every_policy(BUDGET), strict=True))
+    policies = {
+        name: dataclasses.replace(policy, **model_inputs(type(policy), SMALL))
+        for name, policy in zip(registered(), every_policy(BUDGET), strict=True)
+    }
     heads, layers, *others = compositions(BUDGET)
     hosted = ["full", "chunkkv", "treekv", "h2o", "chelsea", "clusterkv", "quest", "infinigen", "shadowkv", "catekv"]
     return policies | {
         "by_head": heads,
         "by_layer(by_head)": layers,
         **{policy.info.name: policy for policy in others},
-        "triattention": dataclasses.replace(policies["triattention"], profile=mean_queries(SMALL)),
-        **{
-            name: dataclasses.replace(policy, **trained(type(policy), SMALL))
-            for name, policy in policies.items()
-            if policy.info.trained
-        },
         **{f"offloaded({name})": offloaded(policies[name]) for name in hosted},
         "offloaded(quest, by layer)": offloaded(policies["quest"], 2, "layer"),
         "quantized(chunkkv)": quantized(CHUNKS, bits=4, group=16, residual=16),

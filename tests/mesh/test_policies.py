@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import compositions, every_policy, mean_queries, trained
+from policies.driver import compositions, every_policy
 from policies.random_cases import draw_policy
+from policies.surrogates import model_inputs
 
 from kvjax import Engine
 from kvjax.models import Params
-from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
+from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, by_head, by_layer
 from kvjax.runtime import decoding
 
 from .conftest import model
@@ -29,10 +30,7 @@ DEALT = {"adakv", "by_head(catekv_consistent, catekv_adaptive)", "full", "quanti
 
 def generated(params: Params, policy: Policy, prompts: Any, mesh: str | None, **options: Any) -> tuple[Any, ...]:
     """Tokens, log-probabilities, and what is kept in each layer: positions, weights and tokens seen."""
-    if isinstance(policy, TriAttention):
-        policy = dataclasses.replace(policy, profile=mean_queries(params.config))
-    if policy.info.trained:
-        policy = dataclasses.replace(policy, **trained(type(policy), params.config))
+    policy = dataclasses.replace(policy, **model_inputs(type(policy), params.config))
     engine = Engine(params, policy, batch=len(prompts), prompt_len=50, max_new_tokens=NEW, mesh=mesh, **options)
     state, first = engine.prefill(prompts, [NEW, NEW - 1, NEW - 5, NEW])
     begun = np.asarray(state.token)

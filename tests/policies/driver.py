@@ -2,37 +2,31 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies import surrogates
+from policies.facts import facts_of
+from policies.oracle_arrays import ROPE
+from policies.surrogates import model_inputs
 
 import kvjax
 from kvjax.cache import LayerSpec, PromptKV, Token, bucket
 from kvjax.config import Rope, RopeConfig
 from kvjax.models import ModelConfig
-from kvjax.pallas_kernels.ties import NEAR
 from kvjax.policies import (
-    AdaKV,
     ByHead,
     ByLayer,
     ClusterKV,
     Critical,
-    FastKVzip,
     KNorm,
-    KVzap,
-    KVzip,
-    MeanQueries,
     Offloaded,
     Policy,
     SnapKV,
     StreamingLLM,
     TreeKV,
-    TriAttention,
     by_head,
     by_layer,
     critical,
@@ -45,9 +39,6 @@ from kvjax.policies import (
 )
 from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.families.scoring import PromptScorer
-from kvjax.policies.profile import fingerprint
-
-ROPE = RopeConfig(theta=100.0, dim=8).resolve(1)
 
 TINY = ModelConfig("llama", 64, 48, 96, 2, 4, 2, 16, 256, RopeConfig(theta=10000.0, dim=16))
 """What policies are bound to: as the `tiny` model, 2 layers of 2 KV heads."""
@@ -150,41 +141,17 @@ def surrounded(spec: LayerSpec, q: Any, k: Any) -> AttentionContext:
     return dataclasses.replace(AttentionContext.alone(spec), inputs=lambda: read)
 
 
-SLOW = {
-    "adakv",
-    "cam",
-    "chelsea",
-    "compactor",
-    "duoattention",
-    "expected_attention",
-    "h2o",
-    "infinigen",
-    "keydiff",
-    "knorm",
-    "kvzip",
-    "lagkv",
-    "pyramidkv",
-    "quest",
-    "random",
-    "recompress(knorm)",
-    "recompress(snapkv)",
-    "rkv",
-    "shadowkv",
-    "snapkv",
-    "tova",
-    "triattention",
-}
-"""Policies built from the same parts as others, and the one that compiles longest: theirs are among the slow tests."""
-
-LONG = {"attention_matching", "critical(snapkv)", "fast_kvzip", "kvzap", "thresholded(knorm)", "turboquant(full)"}
-"""Policies whose parts others have, and whose own tests see what is their own: theirs are among the long tests."""
+TRANSFORMS = {"recompress": "slow", "critical": "long", "thresholded": "long"}
+"""Tiers of transforms whose parts others have. Those of policies are in `facts.Facts`."""
 
 
 def each(policies: list[Policy]) -> pytest.MarkDecorator:
     """One test for every policy."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.long] if name in LONG else [pytest.mark.slow] if name in SLOW else []
+        outer = name.partition("(")[0]
+        tier = TRANSFORMS.get(outer, facts_of(outer).tier)
+        return [] if tier == "default" else [getattr(pytest.mark, tier)]
 
     named = [(policy.info.name or type(policy).__name__, policy) for policy in policies]
     params = [pytest.param(policy, id=name, marks=marks(name)) for name, policy in named]
@@ -192,70 +159,28 @@ def each(policies: list[Policy]) -> pytest.MarkDecorator:
 
 
 def every_policy(budget: int | float) -> list[Policy]:
-    """One of each registered policy with this budget (and small regions, so that small cases exercise them).
-
-    Methods with kinds of heads, which they name in `labels`, have their heads labelled in turn.
-    """
+    """One of each registered policy with this budget (and small regions, so that small cases exercise them), bound to `TINY`."""
     return list(_every_policy(budget, type(budget)))
+
+
+USUAL = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None, "every": 4, "dense_layers": 0}
+"""Small values of hyperparameters with usual names; `Facts.small` has others."""
 
 
 @functools.cache
 def _every_policy(budget: int | float, kind: type) -> tuple[Policy, ...]:
-    small = {
-        "sinks": 2,
-        "block": 4,
-        "window": 4,
-        "chunk": 4,
-        "lag": 6,
-        "recent": None,
-        "every": 4,
-        "dense_layers": 0,
-        "n_clusters": 5,
-        "page": 4,
-        "outlier_chunks": 2,
-        "local_chunks": 1,
-        "sketch": 6,
-        "long": 40,
-    }
     made = []
     for name, cls in policies().items():
         fields = {f.name for f in dataclasses.fields(cls)}
-        options = {k: v for k, v in small.items() if k in fields}
+        options = {k: v for k, v in USUAL.items() if k in fields} | facts_of(name).small
         if "budget" in fields:
             options["budget"] = budget
         if "residual" in fields:  # of what is quantised, as much stays exact
             options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
         if "exact_layers" in fields:  # of TINY's two layers, both where as much as the budget stays exact
             options |= {"exact_layers": 1 if isinstance(budget, int) and budget > 1000 else 0, "group": 4}
-        if kinds := getattr(cls, "labels", ()):
-            options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in range(2)) for i in range(2))
-        if cls is TriAttention:
-            options["profile"] = Cut(**vars(mean_queries(TINY)))
-        options |= trained(cls, TINY)
-        made.append(get_policy(name, **options).bind(TINY))
+        made.append(get_policy(name, **options, **model_inputs(cls, TINY)).bind(TINY))
     return tuple(made)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut(MeanQueries):
-    """Statistics of `TINY`, of which smaller ones take the first pairs: cases of one layer have other heads than `TINY`."""
-
-    def layer(self, layer: int, head_dim: int) -> np.ndarray:
-        return super().layer(layer, TINY.head_dim)[..., : head_dim // 2]
-
-
-def trained(cls: type[Policy], config: ModelConfig) -> dict[str, Any]:
-    """Random weights for a method that wants trained ones."""
-    makers = {KVzap: surrogates.kvzap, FastKVzip: surrogates.gates}
-    return {"weights": makers[cls](config)} if cls in makers else {}
-
-
-def mean_queries(config: ModelConfig) -> MeanQueries:
-    """Random statistics of a model's queries, for TriAttention: means, and sizes that are no smaller."""
-    random = np.random.default_rng(7)
-    real, imaginary, more = random.normal(size=(3, config.num_layers, config.num_heads, config.head_dim // 2))
-    found = np.stack([real, imaginary, np.hypot(real, imaginary) + np.abs(more)], axis=2)
-    return MeanQueries.of(found, method="triattention", model=fingerprint(config), data="random", settings=())
 
 
 def compositions(budget: int | float) -> list[Policy]:
@@ -292,7 +217,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     if isinstance(policy, PromptScorer):  # budgets may differ by layer
         total = jnp.asarray([length + spec.new_tokens], jnp.int32)
         budget = policy.row_budgets(spec, jnp.asarray([length], jnp.int32), total).item()
-    if isinstance(policy, AdaKV | KVzip | KVzap | FastKVzip):  # the heads of a layer share theirs
+    if policy.info.heads_coupled:  # the heads of a layer share theirs
         budget *= spec.num_kv_heads
     wait = getattr(policy, "every", 1) - 1  # tokens beyond its budget that it compresses at once
     return min(length + steps, budget + wait + (steps if policy.info.budget_excludes_new_tokens else 0))
@@ -320,24 +245,6 @@ def rotate(rope: Rope, x: np.ndarray, pos: int) -> np.ndarray:
         c, s = np.cos(pos * frequency), np.sin(pos * frequency)
         out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i + half] * c + x[i] * s
     return out
-
-
-def highest(scores: Any, among: Iterable[int], count: int) -> list[int]:
-    """The `count` best of these places; what is within rounding of the last one equals it, and of equals the first are taken."""
-    places = sorted(among)
-    best = sorted(places, key=lambda place: -scores[place])[: max(count, 0)]
-    if not best:
-        return []
-    last = scores[best[-1]]
-    equal = [place for place in places if abs(scores[place] - last) <= NEAR * np.spacing(np.float32(abs(last)))]
-    above = [place for place in best if place not in equal]
-    return above + equal[: len(best) - len(above)]
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    """Softmax of one row of logits."""
-    e = np.exp(x - x.max())
-    return e / e.sum()
 
 
 def as_if_alone(params: Any, prompts: list[list[int]], *, atol: float = 2e-5, **options: Any) -> list[Any]:

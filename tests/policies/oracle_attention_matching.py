@@ -1,7 +1,20 @@
 """Attention Matching, literally: one KV head of one row in NumPy, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import highest
+from policies.facts import Facts
+from policies.oracle_arrays import highest
+
+FACTS = {
+    "attention_matching": Facts(
+        published={"chunk": 2000, "overlap": 8, "prefix": 0, "queries": 50000, "steps": 2, "bound": 3.0},
+        least={"chunk": 1, "overlap": 0, "prefix": 0, "queries": 1, "steps": 0, "bound": 0},
+        budgets=(({"prefix": 3}, 3),),
+        bounds=("queries",),
+        golden={"budget": 12},
+        tier="long",
+        whole_prompts=True,
+    ),
+}
 
 
 def matched(

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 from policies import oracle_cam
-from policies.driver import ROPE, highest
-from policies.oracle_arrays import rotate, shares
+from policies.oracle_arrays import ROPE, highest, rotate, shares
 from policies.oracle_catekv import chunk_scores
 from policies.oracle_chelsea import ChelseaHead
 from policies.oracle_clusterkv import ClusterHead

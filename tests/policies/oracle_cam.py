@@ -1,9 +1,19 @@
 """CaM, literally: one row in NumPy and lists, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, softmax
-from policies.oracle_arrays import rotate
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, softmax
 from policies.oracle_scoring import Row
+
+FACTS = {
+    "cam": Facts(
+        published={"sinks": 4, "merge": 16},
+        least={"merge": 1, "sinks": 0},
+        budgets=(({"sinks": 4}, 5),),
+        golden={"budget": 12, "sinks": 2, "merge": 4},
+        tier="slow",
+    ),
+}
 
 
 class CaM(Row):

@@ -4,8 +4,16 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares
+
+FACTS = {
+    "catekv": Facts(
+        published={"eta": 1.0, "chunk": 8, "window": 64, "budget": 2048},
+        least={"sinks": 0, "recent": 0, "chunk": 1, "window": 1, "eta": 0},
+        golden={"budget": 16, "eta": 0.5, "sinks": 2, "recent": 4, "chunk": 4, "window": 4},
+    ),
+}
 
 
 def observation_matrix(queries: np.ndarray, keys: np.ndarray, sinks: int, recent: int, window: int) -> np.ndarray:

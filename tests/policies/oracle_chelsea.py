@@ -4,8 +4,18 @@ import math
 from fractions import Fraction
 
 import numpy as np
-from policies.driver import ROPE, softmax
-from policies.oracle_arrays import rotate
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, softmax
+
+FACTS = {
+    "chelsea": Facts(
+        published={"sinks": 16, "recent": 64, "chunk": 256, "schedule": "llama-3"},
+        least={"sinks": 0, "recent": 0, "chunk": 2, "every": 1, "alpha": 0, "steps": 0},
+        bounds=("recent",),
+        golden={"budget": 16, "sinks": 2, "recent": 4, "chunk": 8, "every": 4},
+        tier="slow",
+    ),
+}
 
 
 def ratio(schedule: tuple[float, float, int], r_min: float, i: int) -> Fraction:

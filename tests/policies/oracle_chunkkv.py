@@ -1,8 +1,17 @@
 """ChunkKV, literally: observe, score chunks, keep the best ones whole, in NumPy and lists. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, softmax
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares, softmax
+
+FACTS = {
+    "chunkkv": Facts(
+        published={"chunk": 10, "window": 32, "reuse": 1, "score": "softmax", "agg": "sum", "pool": None},
+        least={"chunk": 1, "window": 1, "reuse": 1, "pool": 1},
+        budgets=(({"window": 32}, 32),),
+        golden={"budget": 14, "chunk": 4, "window": 4, "reuse": 2},
+    ),
+}
 
 
 def observed(queries: np.ndarray, keys: np.ndarray, window: int, score: str = "softmax") -> np.ndarray:

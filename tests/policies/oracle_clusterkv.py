@@ -3,8 +3,34 @@
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE, softmax
-from policies.oracle_arrays import rotate
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, softmax
+
+FACTS = {
+    "clusterkv": Facts(
+        published={
+            "sinks": 16,
+            "dense_layers": 2,
+            "tokens_per_cluster": 80,
+            "window": 320,
+            "new_clusters": 4,
+            "iterations": 20,
+        },
+        least={
+            "sinks": 0,
+            "dense_layers": 0,
+            "tokens_per_cluster": 1,
+            "n_clusters": 1,
+            "iterations": 1,
+            "window": 1,
+            "new_clusters": 1,
+        },
+        budgets=(({"sinks": 16}, 17),),
+        small={"n_clusters": 5},
+        bounds=("tokens_per_cluster",),
+        golden={"budget": 12, "sinks": 2, "dense_layers": 1, "n_clusters": 5, "window": 4, "new_clusters": 2},
+    ),
+}
 
 
 def nearness(x: np.ndarray, centroids: np.ndarray, distance: str) -> np.ndarray:

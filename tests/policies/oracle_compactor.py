@@ -1,9 +1,30 @@
 """Compactor, literally: leverage of keys, and attention from both sides, in NumPy loops, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import highest
-from policies.oracle_arrays import shares
+from policies.facts import Facts
+from policies.oracle_arrays import highest, shares
 from policies.oracle_scoring import pooled
+
+FACTS = {
+    "compactor": Facts(
+        published={
+            "sinks": 8,
+            "recent": 4,
+            "chunk": 256,
+            "sketch": 48,
+            "ridge": 0.01,
+            "blend": None,
+            "scaled": False,
+            "per_head": False,
+        },
+        least={"sinks": 0, "recent": 0, "chunk": 1, "sketch": 1, "ridge": 0, "blend": 0},
+        budgets=(({"sinks": 8, "recent": 4}, 12),),
+        small={"sketch": 6},
+        golden={"budget": 12, "sinks": 2, "recent": 2, "chunk": 8, "sketch": 6},
+        tier="slow",
+        whole_prompts=True,
+    ),
+}
 
 
 def leverage(keys: np.ndarray, sketch: np.ndarray | None, ridge: float) -> np.ndarray:

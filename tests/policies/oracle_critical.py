@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from policies.driver import highest
+from policies.oracle_arrays import highest
 
 
 def sizes(values: np.ndarray, output: np.ndarray) -> np.ndarray:

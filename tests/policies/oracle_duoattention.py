@@ -1,8 +1,17 @@
 """DuoAttention, literally: streaming and retrieval heads as lists, and their mixture, in NumPy. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, softmax
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares, softmax
+
+FACTS = {
+    "duoattention": Facts(
+        published={"sinks": 64, "budget": 320},
+        least={"sinks": 0, "sparsity": 0},
+        budgets=(({"sinks": 64}, 65),),
+        golden={"budget": 12, "sinks": 2},
+    ),
+}
 
 
 class DuoHead:

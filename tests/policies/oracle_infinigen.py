@@ -1,8 +1,19 @@
 """InfiniGen, literally: skewing, partial keys and the count of tokens in NumPy, for one row of a layer. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, softmax
-from policies.oracle_arrays import rotate
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, softmax
+
+FACTS = {
+    "infinigen": Facts(
+        published={"budget": 0.2, "alpha": 5.0, "share": 0.2, "dense_layers": 2},
+        least={"alpha": 0, "dense_layers": 0},
+        budgets=(({}, 2),),
+        golden={"budget": 8, "dense_layers": 1, "profile": "prompt"},
+        tier="slow",
+        whole_prompts=True,
+    ),
+}
 
 
 class InfiniLayer:

@@ -1,8 +1,12 @@
 """KIVI, literally: quantisation by group in NumPy, and one KV head's cache as lists. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares
+
+FACTS = {
+    "kivi": Facts(published={"bits": 2, "group": 32, "residual": 32}, golden={"bits": 4, "group": 4, "residual": 8}),
+}
 
 
 def rounded(group: np.ndarray, bits: int, axis: int | None = None) -> np.ndarray:

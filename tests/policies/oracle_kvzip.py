@@ -3,8 +3,28 @@
 import math
 
 import numpy as np
-from policies.driver import highest
-from policies.oracle_arrays import shares
+from policies.facts import Facts
+from policies.oracle_arrays import highest, shares
+
+FACTS = {
+    "kvzip": Facts(
+        published={
+            "scope": "layer",
+            "chunk": 2000,
+            "overlap": 8,
+            "sinks": 4,
+            "prefix": 0,
+            "queries": "all",
+            "slack": 2.0,
+            "plus": False,
+        },
+        least={"chunk": 1, "overlap": 0, "sinks": 0, "prefix": 0, "slack": 1},
+        budgets=(({"sinks": 4}, 4), ({"sinks": 4, "prefix": 9}, 9)),
+        golden={"budget": 12, "chunk": 16, "overlap": 2, "sinks": 2},
+        tier="slow",
+        whole_prompts=True,
+    ),
+}
 
 
 def part_scores(

@@ -1,7 +1,20 @@
 """LagKV, literally: segments, and what varies most in the range of the segment after, in NumPy loops. Written for reading."""
 
 import numpy as np
-from policies.driver import highest, softmax
+from policies.facts import Facts
+from policies.oracle_arrays import highest, softmax
+
+FACTS = {
+    "lagkv": Facts(
+        published={"sinks": 16, "lag": 128},
+        least={"sinks": 0, "lag": 2},
+        budgets=(({"sinks": 16}, 17),),
+        small={"lag": 6},
+        golden={"budget": 14, "sinks": 2, "lag": 4},
+        tier="slow",
+        whole_prompts=True,
+    ),
+}
 
 
 def varied(segment: np.ndarray, following: np.ndarray) -> np.ndarray:

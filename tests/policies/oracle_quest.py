@@ -1,8 +1,19 @@
 """Quest, literally: Algorithm 1 of the paper in NumPy and loops, for one KV head. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE, highest, softmax
-from policies.oracle_arrays import rotate
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, highest, rotate, softmax
+
+FACTS = {
+    "quest": Facts(
+        published={"page": 16, "dense_layers": 2, "recent": 0, "gqa": "query_head"},
+        least={"page": 1, "dense_layers": 0, "recent": 0},
+        budgets=(({"page": 16}, 16), ({"page": 16, "recent": 1}, 32)),
+        small={"page": 4},
+        golden={"budget": 12, "page": 4, "dense_layers": 1},
+        tier="slow",
+    ),
+}
 
 
 def bound(query: np.ndarray, keys: np.ndarray) -> float:

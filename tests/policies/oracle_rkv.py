@@ -1,9 +1,20 @@
 """R-KV, literally: attention of the latest queries and cosines of keys, in NumPy loops, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import softmax
+from policies.facts import Facts
+from policies.oracle_arrays import softmax
 from policies.oracle_recompress import Rounds
 from policies.oracle_scoring import pooled
+
+FACTS = {
+    "rkv": Facts(
+        published={"every": 128, "window": 8, "kernel": 7, "weight": 0.1, "threshold": 0.5, "spare_first": False},
+        least={"every": 1, "window": 1, "kernel": 1, "weight": 0, "threshold": -1},
+        budgets=(({"window": 8}, 8),),
+        golden={"budget": 12, "every": 4, "window": 4},
+        tier="slow",
+    ),
+}
 
 
 def redundancy(keys: np.ndarray, threshold: float = 0.5, spare_first: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -54,3 +65,9 @@ class RKV(Rounds):
         _, redundant = redundancy(self.k_turned[entries, head], self.threshold, self.spare_first)
         scores[: len(before)] = self.weight * important - (1 - self.weight) * redundant[: len(before)]
         return scores
+
+
+BLOCKS = {
+    "rkv": (RKV, {"budget": 16, "every": 5, "window": 4, "kernel": 3}, 4, 2),
+    "rkv, each block": (RKV, {"budget": 0.3, "every": 1, "window": 3, "weight": 0.5}, 2, 2),
+}

@@ -3,10 +3,61 @@
 from collections.abc import Sequence
 
 import numpy as np
-from policies.driver import ROPE, highest, softmax
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, highest, rotate, shares, softmax
 
 from kvjax.pallas_kernels.ties import SHARE
+
+FACTS = {
+    "adakv": Facts(
+        published={"window": 32, "pool": "max", "kernel": 7, "alpha": 0.2},
+        least={"alpha": 0, "window": 1, "kernel": 1},
+        golden={"budget": 12, "window": 4},
+        tier="slow",
+    ),
+    "expected_attention": Facts(
+        published={"sinks": 4, "future": 512, "epsilon": 0.02},
+        least={"sinks": 0, "future": 1, "epsilon": 0},
+        bounds=("future",),
+        golden={"budget": 12, "sinks": 2, "future": 16},
+        tier="slow",
+    ),
+    "h2o": Facts(
+        published={"recent": None, "observers": "all"},
+        least={"recent": 0, "window": 1},
+        budgets=(({"recent": 3}, 4), ({}, 1)),
+        golden={"budget": 12},
+        tier="slow",
+    ),
+    "keydiff": Facts(golden={"budget": 12}, tier="slow"),
+    "knorm": Facts(
+        published={"dense_layers": 2},
+        least={"dense_layers": 0},
+        golden={"budget": 12, "dense_layers": 1},
+        tier="slow",
+    ),
+    "pyramidkv": Facts(
+        published={"window": 32, "pool": "max", "kernel": 7, "beta": 20},
+        least={"beta": 1, "window": 1, "kernel": 1},
+        golden={"budget": 12, "window": 4, "beta": 4},
+        tier="slow",
+    ),
+    "random": Facts(golden={"budget": 12}, tier="slow"),
+    "snapkv": Facts(
+        published={"window": 32, "pool": "max", "kernel": 7},
+        least={"window": 1, "kernel": 1},
+        budgets=(({"window": 32}, 32),),
+        golden={"budget": 12, "window": 4},
+        tier="slow",
+    ),
+    "streaming_llm": Facts(
+        published={"sinks": 4},
+        least={"sinks": 0},
+        budgets=(({"sinks": 4}, 5),),
+        golden={"budget": 12, "sinks": 2},
+    ),
+    "tova": Facts(published={"keep_newest": False}, golden={"budget": 12}, tier="slow"),
+}
 
 
 class Row:

@@ -1,8 +1,21 @@
 """ShadowKV, literally: Algorithms 1 and 2 of the paper in NumPy and lists, for one row of a layer. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares
+
+FACTS = {
+    "shadowkv": Facts(
+        published={"rank": 160, "chunk": 8, "outlier_chunks": 48, "local_chunks": 4},
+        least={"rank": 1, "chunk": 1, "outlier_chunks": 0, "local_chunks": 0},
+        budgets=(({"chunk": 8}, 8),),
+        small={"outlier_chunks": 2, "local_chunks": 1},
+        bounds=("rank",),
+        golden={"budget": 8, "rank": 6, "chunk": 4, "outlier_chunks": 2, "local_chunks": 1},
+        tier="slow",
+        whole_prompts=True,
+    ),
+}
 
 
 class ShadowLayer:

@@ -4,7 +4,28 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from policies.driver import highest
+from policies.facts import Facts
+from policies.oracle_arrays import highest
+
+FACTS = {
+    "fast_kvzip": Facts(
+        published={"sinks": 4, "window": 4096, "short_window": 0.02, "long": 16000},
+        least={"sinks": 0, "window": 0, "short_window": 0, "long": 0},
+        budgets=(({"sinks": 4}, 4),),
+        small={"long": 40},
+        golden={"budget": 12, "sinks": 2},
+        tier="long",
+        whole_prompts=True,
+    ),
+    "kvzap": Facts(
+        published={"sinks": 0, "window": 128, "scope": "layer"},
+        least={"sinks": 0, "window": 0},
+        budgets=(({}, 1),),
+        golden={"budget": 12, "sinks": 2, "window": 4},
+        tier="long",
+        whole_prompts=True,
+    ),
+}
 
 
 def kvzap(weights: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:

@@ -3,10 +3,19 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from policies.driver import ROPE
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares
 
 from kvjax.pallas_kernels.ties import SHARE
+
+FACTS = {
+    "treekv": Facts(
+        published={"sinks": 4, "keep": "score"},
+        least={"sinks": 0, "recent": 0, "block": 1},
+        budgets=(({"sinks": 4, "recent": 3}, 8), ({"sinks": 4}, 5)),
+        golden={"budget": 12, "sinks": 2, "block": 4},
+    ),
+}
 
 
 def next_scope(scope: int, capacity: int, cycle: str) -> int:

@@ -1,8 +1,19 @@
 """TriAttention, literally: distances and angles of unrotated keys, with complex numbers, float64. Written for reading."""
 
 import numpy as np
-from policies.driver import ROPE
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE
 from policies.oracle_recompress import Rounds
+
+FACTS = {
+    "triattention": Facts(
+        published={"budget": 2048, "every": 128, "window": 128, "offsets": 17, "agg": "mean", "gqa": "max"},
+        least={"every": 1, "window": 0, "offsets": 1},
+        budgets=(({"window": 128}, 128),),
+        golden={"budget": 12, "every": 4, "window": 4},
+        tier="slow",
+    ),
+}
 
 
 def halves(x: np.ndarray) -> np.ndarray:

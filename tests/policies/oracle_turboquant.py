@@ -3,9 +3,18 @@
 import math
 
 import numpy as np
-from policies.driver import ROPE
-from policies.oracle_arrays import rotate, shares
+from policies.facts import Facts
+from policies.oracle_arrays import ROPE, rotate, shares
 from policies.oracle_kivi import value_back
+
+FACTS = {
+    "turboquant": Facts(
+        published={"bits": 4, "values": "levels", "signs": None, "exact_layers": 2},
+        least={"group": 1, "exact_layers": 0},
+        golden={"exact_layers": 0, "group": 8},
+        tier="long",
+    ),
+}
 
 LEVELS = {
     1: [0.7979],

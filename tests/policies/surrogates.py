@@ -1,9 +1,46 @@
-"""Random weights in the layouts in which those of KVzap and Fast KVzip are published."""
+"""Random values of what policies need of a model: labels of heads, statistics of queries, and trained weights in their published layouts."""
+
+import dataclasses
+from typing import Any
 
 import numpy as np
 
 from kvjax.models import ModelConfig
-from kvjax.policies import Surrogate
+from kvjax.policies import FastKVzip, KVzap, MeanQueries, Policy, Surrogate, TriAttention
+from kvjax.policies.profile import fingerprint
+
+
+def model_inputs(cls: type[Policy], config: ModelConfig) -> dict[str, Any]:
+    """Hyperparameters without which a policy cannot be bound to this model; kinds of heads take turns."""
+    if kinds := getattr(cls, "labels", ()):
+        heads = range(config.num_kv_heads)
+        return {"profile": tuple(tuple(kinds[(i + j) % len(kinds)] for j in heads) for i in range(config.num_layers))}
+    if cls is TriAttention:
+        return {"profile": Cut(**vars(mean_queries(config)), dim=config.head_dim)}
+    makers = {KVzap: kvzap, FastKVzip: gates}
+    return {"weights": makers[cls](config)} if cls in makers else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(MeanQueries):
+    """Statistics of which a layer with smaller heads takes the first pairs: cases of one layer have other heads than `driver.TINY`.
+
+    Attributes:
+        dim: channels of the model's heads.
+    """
+
+    dim: int = dataclasses.field(kw_only=True)
+
+    def layer(self, layer: int, head_dim: int) -> np.ndarray:
+        return super().layer(layer, self.dim)[..., : head_dim // 2]
+
+
+def mean_queries(config: ModelConfig) -> MeanQueries:
+    """Random statistics of a model's queries, for TriAttention: means, and sizes that are no smaller."""
+    random = np.random.default_rng(7)
+    real, imaginary, more = random.normal(size=(3, config.num_layers, config.num_heads, config.head_dim // 2))
+    found = np.stack([real, imaginary, np.hypot(real, imaginary) + np.abs(more)], axis=2)
+    return MeanQueries.of(found, method="triattention", model=fingerprint(config), data="random", settings=())
 
 
 def kvzap(config: ModelConfig, units: int | None = 12, seed: int = 3) -> Surrogate:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_scoring as oracle
-from policies.driver import make_case, run, softmax
+from policies.driver import make_case, run
+from policies.oracle_arrays import softmax
 from policies.slots import kept, slots_of
 
 from kvjax.pallas_kernels import ragged_attention

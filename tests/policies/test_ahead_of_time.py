@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import compile_for, temporaries
-from policies.driver import mean_queries
+from policies.surrogates import model_inputs
 
 from kvjax.cache import layer_specs
 from kvjax.config import PRESETS
@@ -31,16 +31,11 @@ CONFIG = PRESETS["llama-3.1-8b"]
 
 
 def policy_for(name: str, config: ModelConfig) -> Policy:
-    """The policy at a fifth of the context (sparse ones: 1024 tokens per step), with kinds of heads sharded in turn."""
+    """The policy at a fifth of the context (sparse ones: 1024 tokens per step), with what it needs of the model."""
     cls = policies()[name]
-    options = {}
+    options = model_inputs(cls, config)
     if "budget" in {field.name for field in dataclasses.fields(cls)}:
         options["budget"] = 1024 if cls.about.memory == "sparse" else 0.2
-    if kinds := getattr(cls, "labels", ()):
-        heads = range(config.num_kv_heads)
-        options["profile"] = tuple(tuple(kinds[(i + j) % len(kinds)] for j in heads) for i in range(config.num_layers))
-    if name == "triattention":
-        options["profile"] = mean_queries(config)
     return get_policy(name, **options).bind(config)
 
 

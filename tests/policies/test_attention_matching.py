@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from arrays import to_jax
 from policies import oracle_attention_matching as oracle
-from policies.driver import ROPE, TINY, make_case, run, softmax
-from policies.oracle_arrays import rotate
+from policies.driver import TINY, make_case, run
+from policies.oracle_arrays import ROPE, rotate, softmax
 from policies.oracle_kvzip import parts
 from policies.slots import after_prompt, kept
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from arrays import to_jax
 from policies import oracle_blocks as oracle
-from policies import oracle_recompress, oracle_rkv, oracle_thresholded
-from policies.driver import ROPE, TINY, Case, compiled, compositions, every_policy, make_case, trained
-from policies.oracle_arrays import rotate, shares
+from policies import oracle_recompress, oracle_thresholded
+from policies.driver import TINY, Case, compiled, compositions, every_policy, make_case
+from policies.facts import all_facts, block_cases, facts_of
+from policies.oracle_arrays import ROPE, rotate, shares
 from policies.oracle_quest import QuestHead
 
 from kvjax.cache import LayerSpec, Token, TokenBlock, attention, where_rows
@@ -22,37 +23,29 @@ from kvjax.cache.packing import PackedCache
 from kvjax.pallas_kernels import block_attention
 from kvjax.policies import (
     H2O,
-    RKV,
     TOVA,
     AdaKV,
-    AttentionMatching,
     ByLayer,
     CaM,
     CateKV,
     Chelsea,
     ChunkKV,
     ClusterKV,
-    Compactor,
     DuoAttention,
     ExpectedAttention,
-    FastKVzip,
     Full,
-    InfiniGen,
     KeyDiff,
     KNorm,
-    KVzap,
-    KVzip,
-    LagKV,
     Policy,
     PolicyError,
     PyramidKV,
     Quest,
     Random,
-    ShadowKV,
     SnapKV,
     StreamingLLM,
     TreeKV,
     by_head,
+    get_policy,
     offloaded,
     quantized,
     recompress,
@@ -317,8 +310,6 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     "chelsea": (chelsea("llama-3", budget=24, sinks=2, recent=5, chunk=4, every=5), 4, 2, 0),
     "chelsea, after each block": (chelsea("llama-2", budget=17, sinks=1, recent=4, chunk=6, every=1), 2, 2, 0),
     "chelsea, fraction, no chunks": (chelsea("qwen", budget=0.3, sinks=0, recent=3, chunk=None, every=2), 2, 1, 0),
-    "rkv": (same(RKV, oracle_rkv.RKV, budget=16, every=5, window=4, kernel=3), 4, 2, 0),
-    "rkv, each block": (same(RKV, oracle_rkv.RKV, budget=0.3, every=1, window=3, weight=0.5), 2, 2, 0),
     "recompress(snapkv)": (rounds(SnapKV, oracle_recompress.SnapKV, 9, budget=16, window=4), 4, 2, 0),
     "recompress(tova)": (rounds(TOVA, oracle_recompress.TOVA, 4, budget=12), 4, 2, 0),
     "thresholded(knorm)": (
@@ -332,6 +323,9 @@ CASES: dict[str, tuple[tuple[Policy, Make], int, int, int]] = {
     ),
     "mixed": (mixed(), 4, 4, 0),
 }
+for _name, (_oracle, _options, *_heads) in block_cases().items():
+    _policy = get_policy(_name.partition(",")[0], **_options)
+    CASES[_name] = ((_policy, partial(_oracle, **_options)), *_heads, 0)
 
 FAST = {"full", "streaming_llm", "chunkkv", "catekv", "clusterkv", "treekv"}
 """One case of each kind, which is not among the slow ones; for one size of blocks."""
@@ -457,16 +451,7 @@ def test_what_reads_in_blocks():
     """Nearly everything does."""
     spec = make_case(0, [60], 6).spec
     names = {p.info.name for p in every_policy(16)} - {p.info.name for p in reading(16)}
-    assert names == {
-        "attention_matching",
-        "compactor",
-        "fast_kvzip",
-        "infinigen",
-        "kvzap",
-        "kvzip",
-        "lagkv",
-        "shadowkv",
-    }
+    assert names == {name for name, facts in all_facts().items() if facts.whole_prompts}
     assert [p.info.name for p in reading(16) if p.layer(spec).reads == "tokens"] == ["cam"]
 
 
@@ -678,14 +663,7 @@ def test_a_tree_of_equal_scores_is_that_of_any_block(keep, monkeypatch):
 
 
 WHOLE = [
-    InfiniGen(budget=16, dense_layers=0),
-    ShadowKV(budget=24, chunk=4, outlier_chunks=2, local_chunks=1),
-    LagKV(budget=16, sinks=2, lag=6),
-    Compactor(budget=16, sinks=2, recent=2),
-    KVzip(budget=16, chunk=9),
-    KVzap(budget=16, **trained(KVzap, TINY)),
-    FastKVzip(budget=16, scope="head", **trained(FastKVzip, TINY)),
-    AttentionMatching(budget=16, chunk=9),
+    *(policy for policy in every_policy(16) if facts_of(policy.info.name).whole_prompts),
     ChunkKV(budget=16, chunk=4, window=4, rule="kvpress"),
     ChunkKV(budget=16, chunk=4, window=4, strict=True),
     ClusterKV(budget=16, sinks=2, dense_layers=0, n_clusters=5),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from arrays import to_jax
 from policies import oracle_chunkkv as oracle
-from policies.driver import ROPE, Case, make_case, run, softmax
-from policies.oracle_arrays import rotate
+from policies.driver import Case, make_case, run
+from policies.oracle_arrays import ROPE, rotate, softmax
 from policies.slots import after_prompt, kept
 
 import kvjax

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 from policies import oracle_compactor as oracle
-from policies.driver import ROPE, make_case, run
-from policies.oracle_arrays import rotate
+from policies.driver import make_case, run
+from policies.oracle_arrays import ROPE, rotate
 from policies.slots import kept
 
 from kvjax.cache import PromptKV

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import to_jax
-from policies.driver import ROPE, TINY, make_case, run
-from policies.oracle_arrays import rotate
+from policies.driver import TINY, make_case, run
+from policies.oracle_arrays import ROPE, rotate
 from policies.oracle_infinigen import InfiniLayer
 
 import kvjax

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from arrays import to_jax
 from policies import oracle_kvzip as oracle
-from policies.driver import ROPE, TINY, make_case, run
-from policies.oracle_arrays import rotate
+from policies.driver import TINY, make_case, run
+from policies.oracle_arrays import ROPE, rotate
 from policies.slots import kept
 
 import kvjax

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_lagkv as oracle
-from policies.driver import ROPE, make_case, run
-from policies.oracle_arrays import rotate
+from policies.driver import make_case, run
+from policies.oracle_arrays import ROPE, rotate
 from policies.oracle_chunkkv import attend
 from policies.slots import after_prompt, kept
 

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 from policies import oracle_scoring as oracle
-from policies.driver import ROPE, TINY, kept, make_case, rotate, run, softmax
+from policies.driver import TINY, kept, make_case, rotate, run
+from policies.oracle_arrays import ROPE, softmax
 from policies.test_scoring import STEPS, check
 
 from kvjax.policies import (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import to_jax
-from policies.driver import ROPE, TINY, compiled, make_case, run, softmax
-from policies.oracle_arrays import rotate
+from policies.driver import TINY, compiled, make_case, run
+from policies.oracle_arrays import ROPE, rotate, softmax
 from policies.oracle_kivi import KiviHead, rounded
 from policies.slots import after_prompt, kept, slots_of
 

@@ -14,10 +14,10 @@ from kvjax.policies import (
     TOVA,
     AdaKV,
     ChunkKV,
+    Compactor,
     ExpectedAttention,
     Full,
     KNorm,
-    LagKV,
     Policy,
     PolicyError,
     PyramidKV,
@@ -166,7 +166,7 @@ SAYS = "need more than keys, values and the latest queries"
     [
         *(
             (partial(recompress, policy), SAYS)
-            for policy in (Full(), TreeKV(), LagKV(), AdaKV(), ExpectedAttention(), H2O())
+            for policy in (Full(), TreeKV(), Compactor(), AdaKV(), ExpectedAttention(), H2O())
         ),
         (lambda: recompress(ChunkKV(reuse=2)), SAYS),
         (lambda: recompress(ChunkKV(rule="kvpress")), SAYS),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import oracle_scoring as oracle
-from policies.driver import ROPE, Case, kept, make_case, rotate, run
+from policies.driver import Case, kept, make_case, rotate, run
+from policies.oracle_arrays import ROPE
 
 from kvjax.cache import PromptKV
 from kvjax.pallas_kernels import attention_mass

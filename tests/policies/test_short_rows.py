@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from policies.driver import TINY, Cut, compiled, make_case, mean_queries, run, trained
+from policies.driver import TINY, compiled, make_case, run
+from policies.surrogates import model_inputs
 
 import kvjax
 from kvjax.policies import Policy, PolicyError, get_policy, policies
@@ -34,13 +35,9 @@ def made(name: str, budget: int | float) -> Policy:
         return get_policy(COMBINED[name].format(budget)).bind(TINY)
     cls = policies()[name]
     fields = {field.name for field in dataclasses.fields(cls)}
-    options = {"budget": budget, "dense_layers": 0, "group": 4, "exact_layers": 0, **trained(cls, TINY)}
-    if labels := getattr(cls, "labels", ()):
-        options["profile"] = (labels,) * 2
-    if name == "triattention":
-        options["profile"] = Cut(**vars(mean_queries(TINY)))
-        if isinstance(budget, int):  # which the window as published would not fit
-            options["window"] = 16
+    options = {"budget": budget, "dense_layers": 0, "group": 4, "exact_layers": 0, **model_inputs(cls, TINY)}
+    if name == "triattention" and isinstance(budget, int):  # which the window as published would not fit
+        options["window"] = 16
     return get_policy(name, **{key: value for key, value in options.items() if key in fields}).bind(TINY)
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from policies.driver import ROPE, kept, make_case, rotate, run, softmax
+from policies.driver import kept, make_case, rotate, run
+from policies.oracle_arrays import ROPE, softmax
 
 from kvjax.policies import PolicyError, StreamingLLM
 

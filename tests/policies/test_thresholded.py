@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from arrays import to_jax
 from policies import oracle_thresholded as oracle
-from policies.driver import ROPE, TINY, as_if_alone, make_case, run
+from policies.driver import TINY, as_if_alone, make_case, run
+from policies.oracle_arrays import ROPE
 from policies.slots import after_prompt, kept
 
 from kvjax.cache import PromptKV, Token, empty

@@ -7,9 +7,21 @@ from typing import Any
 import jax
 import pytest
 from policies.driver import TINY, Case, compiled, compositions, each, every_policy, make_case, offloads
+from policies.facts import all_facts
 
 from kvjax.cache import LayerCache
-from kvjax.policies import TOVA, CacheLayer, Full, KVzip, StreamingLLM, by_layer, offloaded, prompt_only, quantized
+from kvjax.policies import (
+    TOVA,
+    CacheLayer,
+    Full,
+    KVzip,
+    StreamingLLM,
+    by_layer,
+    offloaded,
+    policies,
+    prompt_only,
+    quantized,
+)
 from kvjax.policies.cam import CaMLayer
 from kvjax.policies.families.dense import DenseLayer
 from kvjax.policies.families.scoring import ScoreEvictionLayer
@@ -98,16 +110,6 @@ def test_layers_are_hashable_and_equal(policy):
     assert compiled(policy, case().spec) is compiled(policy, case().spec)
 
 
-UNREACHED = {
-    ("ClusterKV", "tokens_per_cluster"),
-    ("ExpectedAttention", "future"),
-    ("ShadowKV", "rank"),
-    ("Chelsea", "recent"),
-    ("AttentionMatching", "queries"),
-}
-"""Whole numbers beyond the tests' prompts that still act on them: of clusters a number is given, and the others are bounds."""
-
-
 def fields(policy: Any) -> Iterator[tuple[str, str, Any]]:
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
@@ -118,7 +120,7 @@ def fields(policy: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def test_hyperparameters_fit_the_small_cases():
-    """Else the invariants hold without the method ever choosing: a new policy's sizes belong into the driver's `small`."""
+    """Else the invariants hold without the method ever choosing: a new policy's sizes belong in `Facts.small`."""
     longest = int(case().lengths.max())
     large = {
         (name, field)
@@ -126,4 +128,6 @@ def test_hyperparameters_fit_the_small_cases():
         for name, field, value in fields(policy)
         if isinstance(value, int) and value > longest
     }
-    assert large == UNREACHED
+    assert large == {
+        (policies()[name].__name__, field) for name, facts in all_facts().items() for field in facts.bounds
+    }

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import ROPE, TINY, Case, make_case, mean_queries, rotate, run, softmax, trained
+from policies.driver import TINY, Case, make_case, rotate, run
+from policies.oracle_arrays import ROPE, softmax
+from policies.surrogates import model_inputs
 
 import kvjax
 from kvjax.cache import layer_specs
@@ -36,12 +38,7 @@ LENGTHS = [50, 3, 16, 17]
 @by_name("name", [name for name, cls in policies().items() if "budget" in {f.name for f in dataclasses.fields(cls)}])
 def test_a_share_that_rounds_to_nothing_is_an_error(name, tiny):
     """Of a long prompt; a short one in the same batch is none."""
-    kinds = getattr(policies()[name], "labels", ())
-    profile = {"profile": ((kinds[0], kinds[0]),) * 2} if kinds else {}
-    if name == "triattention":
-        profile = {"profile": mean_queries(tiny.config)}
-    profile |= trained(policies()[name], tiny.config)
-    policy = get_policy(name, budget=0.0005, **profile)
+    policy = get_policy(name, budget=0.0005, **model_inputs(policies()[name], tiny.config))
     with pytest.raises(PolicyError, match=r"^prompt 1 of 2: .*budget of 0.0005 gives 0 (slots|tokens)"):
         kvjax.generate(tiny, [[1, 2, 3] * 500, [1, 2, 3]], policy=policy, max_new_tokens=4)
 

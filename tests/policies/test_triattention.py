@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 from policies import oracle_triattention as oracle
-from policies.driver import ROPE, TINY, make_case, mean_queries, rotate, run
+from policies.driver import TINY, make_case, rotate, run
+from policies.oracle_arrays import ROPE
+from policies.surrogates import mean_queries
 from policies.test_recompress import equals
 
 from kvjax.config import Rope, RopeConfig

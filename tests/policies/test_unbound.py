@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from policies.driver import TINY, compositions, every_policy, mean_queries, offloads, trained
+from policies.driver import TINY, compositions, every_policy, offloads
+from policies.surrogates import model_inputs
 
 from kvjax.cache import layer_specs
 from kvjax.policies import Policy, PolicyError, get_policy, policies
@@ -26,11 +27,7 @@ TRANSFORMS = (
 
 def given(name: str) -> Policy:
     """A policy with what it needs of `MODEL`."""
-    cls = policies()[name]
-    options = {"profile": mean_queries(MODEL)} if name == "triattention" else {}
-    if labels := getattr(cls, "labels", ()):
-        options["profile"] = (labels,) * 8
-    return get_policy(name, **options, **trained(cls, MODEL))
+    return get_policy(name, **model_inputs(policies()[name], MODEL))
 
 
 def refusal(policy: Policy, block: int | None) -> str | None:

@@ -1,0 +1,33 @@
+"""All methods. `kvjax` and `kvjax.policies` have the names of this module, too."""
+
+from .adakv import AdaKV as AdaKV
+from .attention_matching import AttentionMatching as AttentionMatching
+from .cam import CaM as CaM
+from .catekv import CateKV as CateKV
+from .chelsea import Chelsea as Chelsea
+from .chunkkv import ChunkKV as ChunkKV
+from .clusterkv import ClusterKV as ClusterKV
+from .compactor import Compactor as Compactor
+from .duoattention import DuoAttention as DuoAttention
+from .expected_attention import ExpectedAttention as ExpectedAttention
+from .fast_kvzip import FastKVzip as FastKVzip
+from .full import Full as Full
+from .h2o import H2O as H2O
+from .infinigen import InfiniGen as InfiniGen
+from .keydiff import KeyDiff as KeyDiff
+from .kivi import KIVI as KIVI
+from .knorm import KNorm as KNorm
+from .kvzap import KVzap as KVzap
+from .kvzip import KVzip as KVzip
+from .lagkv import LagKV as LagKV
+from .pyramidkv import PyramidKV as PyramidKV
+from .quest import Quest as Quest
+from .random_eviction import Random as Random
+from .rkv import RKV as RKV
+from .shadowkv import ShadowKV as ShadowKV
+from .snapkv import SnapKV as SnapKV
+from .streaming_llm import StreamingLLM as StreamingLLM
+from .tova import TOVA as TOVA
+from .treekv import TreeKV as TreeKV
+from .triattention import TriAttention as TriAttention
+from .turboquant import TurboQuant as TurboQuant
