@@ -65,12 +65,12 @@ FILES = (
 
 POLICIES = "tests/policies"
 SCORED = f"{POLICIES}/test_scoring.py"
-DEALT = "tests/test_sharded_cache.py | tests/test_mesh.py"
+SHARDED = "tests/test_sharded_cache.py | tests/test_mesh.py"
 FORWARD = "tests/test_generation.py tests/test_decoding.py"
 SLOTS = f"tests/test_cache.py {POLICIES}/test_compose.py | {POLICIES}/test_streaming_llm.py {POLICIES}/test_chunkkv.py"
 OWN = {
     **{f"kvjax/cache/{name}.py": SLOTS for name in ("attention", "spec", "state", "tokens")},
-    **dict.fromkeys(("kvjax/cache/sharded.py", "kvjax/cache/shard.py", "kvjax/policies/sharded.py"), DEALT),
+    **dict.fromkeys(("kvjax/cache/sharded.py", "kvjax/cache/shard.py", "kvjax/policies/sharded.py"), SHARDED),
     "kvjax/cache/update.py": f"{SLOTS} tests/test_sharded_cache.py",
     "kvjax/cache/blocks.py": f"{POLICIES}/test_blocks.py tests/test_cache.py | tests/test_prefill_blocks.py",
     "kvjax/cache/codebook.py": f"{POLICIES}/test_turboquant.py",

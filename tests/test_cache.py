@@ -92,7 +92,7 @@ def test_select_insert_evict():
 
     @jax.jit
     def gathered(q, k, v, lengths, keep):
-        prompt = cache.Prompt.of(spec.rope, q, k, v, lengths, lengths)
+        prompt = cache.PromptKV.of(spec.rope, q, k, v, lengths, lengths)
         slots, index = cache.keep(spec, 8, prompt, keep, rotated=False)
         return slots, index, slots.count
 

@@ -78,7 +78,7 @@ def test_host_memory_is_refused(tiny):
         policy_shard("model=1", tiny.config, policy)
 
 
-def test_every_matrix_is_dealt(tiny):
+def test_every_matrix_is_sharded(tiny):
     """Of all that a model has, only norms, and biases after a sum, are whole on every device."""
     config = ModelConfig(
         **{

@@ -102,7 +102,7 @@ def test_a_large_model_on_four_devices() -> None:
     assert 0.25 < held["data=1,model=4"] / held["data=4,model=1"] < 0.27
 
 
-def test_slots_are_dealt_where_heads_cannot_be() -> None:
+def test_slots_are_sharded_where_heads_cannot_be() -> None:
     """Of a model with 4 KV heads, the slots of each by 2 devices; a policy whose caches cannot be sharded says so."""
     config = shallow("qwen2.5-7b", 2)
     full = {way.mesh: way for way in kvjax.plan(config, device="h200", count=8, context=100_000, weights="float")}

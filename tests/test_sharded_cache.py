@@ -315,7 +315,7 @@ def test_a_store_of_its_own() -> None:
     same(on(2, attended, state), jax.jit(lambda state: whole.attend(state, new, {})[0])(state), atol=1e-5)
 
 
-def test_groups_that_would_straddle_devices_are_not_dealt() -> None:
+def test_groups_that_would_straddle_devices_are_not_sharded() -> None:
     assert not KIVI(group=64, residual=64).layer(SPEC).shards_own_store
     assert not KIVI(group=24, residual=24).layer(SPEC).shards_own_store
 
@@ -344,7 +344,7 @@ def test_keys_in_slots() -> None:
     same(on(4, lambda x: cache.keys_at(cache.shard_slots(x, 4), pos), kept), jax.jit(cache.keys_at)(kept, pos))
 
 
-def test_an_empty_cache_is_dealt_without_devices() -> None:
+def test_an_empty_cache_is_sharded_without_devices() -> None:
     """So its bytes are known where there are none."""
     parts = jax.jit(lambda: cache.sharded_empty(cache.empty(SPEC, 96), 4))()
     assert parts.k.shape == (2, 2, 32, 8)

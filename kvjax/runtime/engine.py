@@ -32,7 +32,7 @@ from kvjax.policies.base import CacheLayer, check_reads_blocks, held_bytes
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.memory import memory_limit
-from kvjax.runtime.mesh import dealt_caches, on_host, policy_shard, repeated_bytes
+from kvjax.runtime.mesh import sharded_caches, on_host, policy_shard, repeated_bytes
 from kvjax.runtime.origin import Origin, check_same_origin, sample_of
 from kvjax.runtime.program import Program
 from kvjax.runtime.prompts import check_ids, refuse_rows, row_error
@@ -203,9 +203,9 @@ class Engine:
         return repeated_bytes(self.policy, self.specs)
 
     @property
-    def dealt_caches(self) -> int:
+    def sharded_caches(self) -> int:
         """Number of caches with sharded slots: one per layer, or per group of heads. Each adds a collective to every step."""
-        return dealt_caches(self.policy, self.specs)
+        return sharded_caches(self.policy, self.specs)
 
     @property
     def host_cache_bytes(self) -> int:

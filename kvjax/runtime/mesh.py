@@ -69,7 +69,7 @@ def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, .
     return tuple(_layer_partitions(policy, spec) for spec in specs)
 
 
-def dealt_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
+def sharded_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
     """Number of caches with sharded slots: at most one per layer, or per group of heads."""
     found = 0
     for spec, partitions in zip(specs, state_partitions(policy, specs), strict=True):

@@ -24,7 +24,7 @@ POLICIES = {f"{i}-{policy.info.name}": policy for i, policy in enumerate(every_p
 MESHES = "data=2", "model=2", "model=4", "data=2,model=4"
 ALL_DATA = "data=4"
 
-DEALT = {"adakv", "by_head(catekv_consistent, catekv_adaptive)", "full", "quantized(full)", "quest", "snapkv"}
+SHARDED = {"adakv", "by_head(catekv_consistent, catekv_adaptive)", "full", "quantized(full)", "quest", "snapkv"}
 """Policies whose slots are sharded, one of each way to read and write them; what others do has been seen elsewhere."""
 
 
@@ -78,7 +78,7 @@ def test_policy_over_meshes(name, uneven, prompts):
 @pytest.mark.parametrize(
     "name",
     [
-        name if POLICIES[name].info.name in DEALT else pytest.param(name, marks=pytest.mark.mesh_long)
+        name if POLICIES[name].info.name in SHARDED else pytest.param(name, marks=pytest.mark.mesh_long)
         for name in POLICIES
     ],
 )
@@ -89,8 +89,8 @@ def test_policy_along_sequence(name, uneven, prompts):
     engine = many[3]
     sharded = [each[3].cache_bytes - engine.repeated_cache_bytes for each in (one, many)]
     assert sharded[0] / 2 <= sharded[1] <= 2 * sharded[0] / 3  # slots are rounded up
-    assert bool(engine.dealt_caches) == (engine.cache_bytes < one[3].cache_bytes)
-    assert policy.info.name not in DEALT or engine.dealt_caches >= uneven.config.num_layers
+    assert bool(engine.sharded_caches) == (engine.cache_bytes < one[3].cache_bytes)
+    assert policy.info.name not in SHARDED or engine.sharded_caches >= uneven.config.num_layers
 
 
 @pytest.mark.mesh_long
@@ -218,7 +218,7 @@ def test_a_nested_combination_along_sequence(uneven, prompts):
     policy = by_layer([heads, Quest(budget=16, page=4, dense_layers=0)])
     one, many = (generated(uneven, policy, prompts, mesh) for mesh in (None, "sequence=2"))
     agree(one, many)
-    assert many[3].dealt_caches == 2
+    assert many[3].sharded_caches == 2
 
 
 def bytes_on(state: Any, device: Any) -> int:
@@ -227,7 +227,7 @@ def bytes_on(state: Any, device: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "quest"])
-def test_bytes_are_dealt(name, uneven, prompts):
+def test_bytes_are_sharded(name, uneven, prompts):
     policy = next(policy for policy in POLICIES.values() if policy.info.name == name)
     whole = Engine(uneven, policy, batch=4, prompt_len=50, max_new_tokens=NEW).cache_bytes
     *_, engine, state = generated(uneven, policy, prompts, "data=2,model=4")
