@@ -32,7 +32,7 @@ from kvjax.policies.base import CacheLayer, check_reads_blocks, held_bytes
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.memory import memory_limit
-from kvjax.runtime.mesh import sharded_caches, on_host, policy_shard, repeated_bytes
+from kvjax.runtime.mesh import on_host, policy_shard, repeated_bytes, sharded_caches
 from kvjax.runtime.origin import Origin, check_same_origin, sample_of
 from kvjax.runtime.program import Program
 from kvjax.runtime.prompts import check_ids, refuse_rows, row_error
