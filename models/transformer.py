@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._util.any_rank import any_rank
-from kvjax.cache import LayerSpec, PromptKV, Shard, Token, TokenBlock
+from kvjax.cache import LayerSpec, PromptKV, Shard, Token, TokenBlock, where_rows
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
@@ -163,15 +163,29 @@ def decode_step(
     token: Int[Array, " B"],
     pos: Int[Array, " B"],
     caches: Sequence[CacheLayer[Any]],
+    live: Bool[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Process one token per row at original position `pos`. Returns the next token's logits, and the states with the token appended."""
+    """Process one token per row at original position `pos`.
+
+    Args:
+        params: the model.
+        states: one state per layer.
+        token: token ids.
+        pos: original position of each token.
+        caches: the policy's layers.
+        live: rows that have a token. The states of other rows do not change, and their logits are meaningless. None if
+            all rows have one.
+
+    Returns:
+        The next token's logits, and the states with the token appended.
+    """
     config, layers, shard = params.config, params.layers, caches[0].spec.shard
     x = before = _embed(params, token, shard)
     heads: tuple[Array, Array, Array] | None = None
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*(heads or _heads_of(config, layer, x)), pos, cache.spec.rope)
+        new = Token(*(heads or _heads_of(config, layer, x)), pos, cache.spec.rope, live)
         if i > 0:
             with calling(cache, "look_ahead"):
                 carry = cache.look_ahead(partial(_queries_ahead, params, i, before), pos, carry)
@@ -182,7 +196,7 @@ def decode_step(
             out, after, carry = cache.attend(held, new, carry)
         expect_shape(cache.policy, "attend", out, "B N H", new.q.shape)
         expect_same_state(cache, "attend", held, after)
-        updated.append(after)
+        updated.append(after if live is None else where_rows(live, after, held))
         before, out = x, out.reshape(*x.shape[:-1], -1)
         fused = _fused(config, layer, layers[i + 1], shard) if i + 1 < len(layers) else None
         x, heads = (_rest(config, layer, x, out, shard), None) if fused is None else fused(x, out)

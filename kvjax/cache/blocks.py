@@ -121,9 +121,9 @@ def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
 
 
 def where_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
-    """Return `new` in some rows, and `old` in the others."""
+    """Return `new` in some rows, and `old` in the others. Arrays that are in both are returned as they are."""
 
     def chosen(new: Array, old: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        return new if new is old else jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     return jax.tree.map(chosen, new, old)

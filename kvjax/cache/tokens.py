@@ -109,6 +109,8 @@ class Token:
         q, k, v: unrotated query and key, and value.
         position: original position of each row's token.
         rope: the rotation by positions.
+        live: rows that have a token. In other rows, no function of a `CacheLayer` changes the state. None if all rows
+            have one.
     """
 
     q: Float[Array, "B N H"]
@@ -116,6 +118,7 @@ class Token:
     v: Float[Array, "B K H"]
     position: Int[Array, " B"]
     rope: Rope = flax.struct.field(pytree_node=False)
+    live: Bool[Array, " B"] | None = None
 
     @property
     def query(self) -> Rotated:
@@ -140,7 +143,18 @@ class Token:
     def heads(self, kv_heads: np.ndarray) -> "Token":
         """Return some KV heads, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[1] // self.k.shape[1])
-        return Token(self.q[:, queries], self.k[:, kv_heads], self.v[:, kv_heads], self.position, self.rope)
+        q, k, v = self.q[:, queries], self.k[:, kv_heads], self.v[:, kv_heads]
+        return dataclasses.replace(self, q=q, k=k, v=v)
+
+    def slot(self, following: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
+        """`following`, the next slot of each row, in rows that have a token; else a slot out of bounds, where writes are dropped."""
+        if self.live is None:
+            return following
+        return jnp.where(_by_row(self.live, following), following, jnp.iinfo(jnp.int32).max)
+
+    def count(self, like: Int[Array, "B ..."]) -> Int[Array, "B ..."] | int:
+        """Number of new tokens in each row, 0 or 1, to add to a counter."""
+        return 1 if self.live is None else _by_row(self.live, like).astype(jnp.int32)
 
 
 @flax.struct.dataclass
@@ -198,6 +212,10 @@ class TokenBlock:
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         q, k, v = self.q[:, :, queries], self.k[:, :, kv_heads], self.v[:, :, kv_heads]
         return dataclasses.replace(self, q=q, k=k, v=v)
+
+
+def _by_row(live: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
+    return live.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def deferred_rope(rope: Rope, x: Float[Array, "B N H"], position: Int[Array, " B"]) -> Rotated:

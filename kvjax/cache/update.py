@@ -23,7 +23,7 @@ def insert(
     *,
     rotated: bool = True,
 ) -> tuple[LayerCache, list[Array]]:
-    """Put one new token into each head's next slot, with weight 1.
+    """Put one new token into each head's next slot, with weight 1, in rows that have one (`Token.live`).
 
     Args:
         cache: the cache.
@@ -42,10 +42,10 @@ def insert(
     else:
         stored, stores, values = [], [cache.k, cache.v], [key, token.v]
     if cache.slot_shards > 1:  # keys and values are sharded, all other arrays replicated
-        stored, stores, values = write_slots(stores, local_slot(cache, cache.next), values), [], []
+        stored, stores, values = write_slots(stores, local_slot(cache, cache.next), values, live=token.live), [], []
     arrays = [*stores, cache.pos, cache.weight, *(array for array, _ in extra)]
     values += [token.position[:, None], 1.0, *(value for _, value in extra)]
-    written = write_slots(arrays, cache.next, values, [cache.next, cache.seen])
+    written = write_slots(arrays, cache.next, values, [cache.next, cache.seen], live=token.live)
     *others, following, seen = written[len(stores) + 2 :]
     kept = LayerCache(*stored, *written[: len(stores) + 2], next=following, seen=seen, slot_shards=cache.slot_shards)
     return kept, others
@@ -64,7 +64,14 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
     values = [token.key, token.v, token.position[:, None], 1.0]
     written = write_sharded_slots(
         [
-            SlotUpdate([cache.k, cache.v, cache.pos, cache.weight], cache.next, values, [cache.next, cache.seen], mine)
+            SlotUpdate(
+                [cache.k, cache.v, cache.pos, cache.weight],
+                cache.next,
+                values,
+                [cache.next, cache.seen],
+                mine,
+                token.live,
+            )
             for cache, mine in zip(caches, heads, strict=True)
         ]
     )

@@ -189,7 +189,7 @@ class InfiniGenLayer(SparseLayer[InfiniGen]):
         part = jnp.einsum("bkh,bkhp->bkp", key, state.skew, preferred_element_type=jnp.float32).astype(spec.dtype)
         rows = jnp.arange(spec.batch, dtype=jnp.int32)[:, None]
         heads = jnp.arange(spec.num_kv_heads, dtype=jnp.int32)[None, :]
-        partial = state.partial.at[rows, heads, state.cache.next].set(part)
+        partial = state.partial.at[rows, heads, token.slot(state.cache.next)].set(part, mode="drop")
         return dataclasses.replace(super().append(state, token), partial=partial)
 
     def look_ahead(self, queries: Queries, position: Int[Array, " B"], carry: Carry) -> Carry:

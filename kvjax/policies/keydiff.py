@@ -59,7 +59,7 @@ class KeyDiffLayer(ScoreEvictionLayer[KeyDiff]):
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         score = difference(state.cache.k, state.cache.live)
-        return super().compress(dataclasses.replace(state, score=score))
+        return dataclasses.replace(super().compress(dataclasses.replace(state, score=score)), score=state.score)
 
 
 def difference(k: Float[Array, "B K C H"], live: Bool[Array, "B #K C"]) -> Float[Array, "B K C"]:

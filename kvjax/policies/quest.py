@@ -195,7 +195,7 @@ class QuestLayer(SparseLayer[Quest]):
 
     def append(self, state: PagedCache, token: Token) -> PagedCache:
         state = super().append(state, token)
-        bounds = widen_bounds(state.bounds, token.key, token.position, page=self.policy.page)
+        bounds = widen_bounds(state.bounds, token.key, token.slot(token.position), page=self.policy.page)
         return dataclasses.replace(state, bounds=bounds)
 
     def select(self, state: PagedCache, query: Rotated) -> tuple[Int[Array, "B R S"], Bool[Array, "B R S"]]:

@@ -281,7 +281,9 @@ class TreeKVLayer(CacheLayer[TreeKV]):
     def append(self, state: Tree, token: Token) -> Tree:
         extra = (state.rank, state.count), (state.score, 0.0), (state.steps, 0.0)
         updated, (rank, score, steps) = cache.insert(state.cache, token, extra, rotated=False)
-        return dataclasses.replace(state, cache=updated, rank=rank, score=score, steps=steps, count=state.count + 1)
+        return dataclasses.replace(
+            state, cache=updated, rank=rank, score=score, steps=steps, count=state.count + token.count(state.count)
+        )
 
     def attend(self, state: Tree, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Tree, Carry]:
         live, ranks = state.cache.live, (state.rank, state.count - 1)

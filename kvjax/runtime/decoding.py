@@ -7,7 +7,6 @@ tokens, so its memory does not depend on the number of new tokens.
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any
 
 import flax.struct
@@ -22,12 +21,11 @@ from kvjax._util.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
-from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
 from kvjax.policies.base import CacheLayer
-from kvjax.policies.checks import calling, expect_same_state
 from kvjax.policies.sharded import sharded
 from kvjax.runtime import mesh, replay
+from kvjax.runtime.compression import Compression, compressed
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
 from kvjax.runtime.program import (
@@ -168,80 +166,44 @@ def step(
     """Process one token per sequence. Returns the next token's logits [B, V] and the compressed caches."""
     layers = layers_of(policy, specs)
     logits, caches = transformer.decode_step(params, caches, token, pos, layers)
-    return logits, tuple(_compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
-
-
-def _compressed(layer: CacheLayer[Any], cache: Any) -> Any:
-    with calling(layer, "compress"):
-        compressed = layer.compress(cache)
-    expect_same_state(layer, "compress", cache, compressed)
-    return compressed
+    return logits, tuple(compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
 
 
 def _loop(
-    layers: Sequence[CacheLayer[Any]],
+    policy: Policy,
+    specs: Specs,
     params: Params,
     should_continue: Callable[[Loop], Array],
     token: Callable[[Loop], Array],
     sample: Callable[[Loop, Array], Loop],
     start: Loop,
+    live: Callable[[Loop], Array | None] = lambda loop: None,
 ) -> Loop:
     """Run decode steps while `should_continue` holds. Each step processes `token(loop)`, and `sample` consumes the logits.
 
-    Layers that compress only when they are full are checked in an outer loop. A condition inside each step would make
-    the host wait for the device once per layer, which cost about a fifth of a step (Chelsea, H200).
+    Only rows that are `live` process a token; None if all are. Layers that compress only when they are full are checked
+    in an outer loop. A condition inside each step would make the host wait for the device once per layer, which cost
+    about a fifth of a step (Chelsea, H200).
     """
-    lazy = [i for i, layer in enumerate(layers) if layer.when == "when_full"]
-    eager = [i for i, layer in enumerate(layers) if layer.when == "every_step"]
-
-    def full(loop: Loop) -> Array:
-        # Reduce over layers before rows: otherwise XLA launches one kernel per layer.
-        return jnp.any(reduce(jnp.logical_or, [layers[i].is_due(loop[1].caches[i]) for i in lazy]))
-
-    def compress_eager(caches: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(_compressed(layers[i], cache) if i in eager else cache for i, cache in enumerate(caches))
-
-    def compress_lazy(caches: Sequence[Any]) -> tuple[Any, ...]:
-        # Compress layer by layer, as each compression takes memory and a GPU could run them concurrently. On other
-        # devices they run in order anyway, and an explicit order only costs memory (measured with Chelsea by
-        # `benchmarks.fits`).
-        caches, before, waits = list(caches), None, target().platform == "gpu"
-        for i in lazy:
-            caches[i] = _compressed(layers[i], _after(before, caches[i]))
-            if waits:
-                before = caches[i]
-        return tuple(caches)
+    compression = Compression(policy, specs)
+    layers = compression.layers
 
     def body(loop: Loop) -> Loop:
         i, state, *buffers = loop
-        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers)
-        return sample((i, state.replace(caches=compress_eager(caches)), *buffers), logits)
+        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers, live(loop))
+        return sample((i, state.replace(caches=compression.each_step(caches)), *buffers), logits)
 
     def until_full(loop: Loop) -> Loop:
         # At least one step: a layer that is full even after compression waits for the next step, as in `step`.
         begun = loop[0]
         i, state, *buffers = jax.lax.while_loop(
-            lambda now: should_continue(now) & ((now[0] == begun) | ~full(now)), body, loop
+            lambda now: should_continue(now) & ((now[0] == begun) | ~jnp.any(compression.due(now[1].caches))),
+            body,
+            loop,
         )
-        return i, state.replace(caches=compress_lazy(state.caches)), *buffers
+        return i, state.replace(caches=compression.when_full(state.caches)), *buffers
 
-    return jax.lax.while_loop(should_continue, until_full if lazy else body, start)
-
-
-def _after(before: Any, cache: Any) -> Any:
-    """Make a cache depend on another, so that it is computed later. Arrays in host memory are excluded."""
-    leaves, tree = jax.tree.flatten(cache)
-    own = [i for i, leaf in enumerate(leaves) if _on_device(leaf)]
-    others = list(filter(_on_device, jax.tree.leaves(before)))
-    if others:
-        there, _ = jax.lax.optimization_barrier(([leaves[i] for i in own], others))
-        for i, leaf in zip(own, there, strict=True):
-            leaves[i] = leaf
-    return tree.unflatten(leaves)
-
-
-def _on_device(x: Array) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Device
+    return jax.lax.while_loop(should_continue, until_full if compression.lazy else body, start)
 
 
 def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
@@ -321,7 +283,7 @@ def _decode(
         return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, *ended = _loop(layers_of(policy, specs), params, should_continue, lambda loop: loop[1].token, sample, start)
+    _, *ended = _loop(policy, specs, params, should_continue, lambda loop: loop[1].token, sample, start)
     return _gathered(specs[0].shard, *ended)
 
 
@@ -367,7 +329,7 @@ def _answer(
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, *ended = _loop(layers_of(policy, specs), params, should_continue, read, sample, start)
+    _, *ended = _loop(policy, specs, params, should_continue, read, sample, start)
     return _gathered(specs[0].shard, *ended)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ..op import Implementation, Op
 from ..rotary import DeferredRope
@@ -19,6 +19,7 @@ def write_slots(
     values: Sequence[Array | DeferredRope | int | float],
     counters: Sequence[Array] = (),
     *,
+    live: Bool[Array, " B"] | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> list[Array]:
@@ -34,6 +35,7 @@ def write_slots(
         values: per array, [B, K] or [B, K, H] or anything that broadcasts to it. A `DeferredRope` is rotated before it
             is written.
         counters: integers [B, K] or [B] to increment by one. `slot` can be one of them.
+        live: rows to write. Arrays and counters of other rows do not change. None writes all rows.
         implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
             `kvjax.pallas_kernels.op`.
         interpret: run the Pallas kernel in interpret mode, on any device.
@@ -44,7 +46,7 @@ def write_slots(
     Raises:
         Unsupported: the requested implementation does not support this case.
     """
-    whole = SlotUpdate(arrays, slot, values, counters, tuple(range(slot.shape[1])))
+    whole = SlotUpdate(arrays, slot, values, counters, tuple(range(slot.shape[1])), live)
     return write_sharded_slots([whole], implementation=implementation, interpret=interpret)[0]
 
 

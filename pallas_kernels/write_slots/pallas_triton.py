@@ -27,18 +27,20 @@ class Layout(NamedTuple):
         heads: the layer's KV heads that are in this cache.
         parts: number of inputs per array's value: one, or three if it is rotated.
         counted: index of the counter that is also the slot, None if none is.
+        masked: whether only some rows are written.
         counters: number of counters.
     """
 
     heads: tuple[int, ...]
     parts: tuple[int, ...]
     counted: int | None
+    masked: bool
     counters: int
 
     @property
     def inputs(self) -> int:
         """Number of arrays that are only read."""
-        return sum(self.parts) + (self.counted is None)
+        return sum(self.parts) + (self.counted is None) + self.masked
 
     @property
     def outputs(self) -> int:
@@ -64,6 +66,8 @@ def write_slots(writings: Sequence[SlotUpdate], *, interpret: bool = False) -> l
         # If the slot is also a counter, the kernel reads it from the counter. Passing it twice would require a copy.
         counted = next((i for i, x in enumerate(writing.counters) if x is writing.slot), None)
         mine, parts = [writing.slot.reshape(-1)] if counted is None else [], []
+        if writing.live is not None:
+            mine.append(writing.live.astype(jnp.int32))
         for array, value in zip(writing.arrays, writing.values, strict=True):
             shape = (batch, layer_heads, *array.shape[3:])
             if isinstance(value, DeferredRope):
@@ -74,7 +78,9 @@ def write_slots(writings: Sequence[SlotUpdate], *, interpret: bool = False) -> l
             parts.append(len(new))
         inputs.append(mine)
         folded.append([x.reshape(-1, *x.shape[2:]) for x in writing.arrays] + [x.reshape(-1) for x in writing.counters])
-        layouts.append(Layout(tuple(writing.heads), tuple(parts), counted, len(writing.counters)))
+        layouts.append(
+            Layout(tuple(writing.heads), tuple(parts), counted, writing.live is not None, len(writing.counters))
+        )
     written = _call(inputs, folded, batch=batch, heads=layer_heads, layouts=tuple(layouts), interpret=interpret)
     return [
         [new.reshape(x.shape) for new, x in zip(news, (*writing.arrays, *writing.counters), strict=True)]
@@ -145,13 +151,14 @@ def _write(
     out_refs, counter_refs = out_refs[: len(layout.parts)], out_refs[len(layout.parts) :]
     slot_ref, *value_refs = refs if layout.counted is None else (counter_refs[layout.counted], *refs)
     value_refs = iter(value_refs)
+    step = next(value_refs)[row] if layout.masked else 1
     slot = slot_ref[at]
     # Issue all loads before the first store: loads after a store would wait for the loads before it.
     counts = []
     for counter_ref in counter_refs:
         of_rows = counter_ref.shape[0] == rows  # heads share a counter
         index = row if of_rows else at
-        counts.append((index, place == 0 if of_rows else place >= 0, counter_ref[index] + 1))
+        counts.append((index, place == 0 if of_rows else place >= 0, counter_ref[index] + step))
     entries = [
         _entry([next(value_refs) for _ in range(part)], here, row, out_ref)
         for part, out_ref in zip(layout.parts, out_refs, strict=True)
@@ -161,7 +168,7 @@ def _write(
             counter_ref.at[index + jnp.arange(1)], jnp.broadcast_to(count, (1,)), mask=jnp.broadcast_to(first, (1,))
         )
     for out_ref, entry in zip(out_refs, entries, strict=True):
-        exists = slot < out_ref.shape[1]
+        exists = (slot < out_ref.shape[1]) & (step > 0) if layout.masked else slot < out_ref.shape[1]
         slot_at = jnp.where(exists, slot, 0)
         for span, value in entry:
             index = (at, slot_at + jnp.arange(1)) if span is None else (at, slot_at, span)

@@ -17,13 +17,19 @@ def write_slots(writings: Sequence[SlotUpdate]) -> list[list[Array]]:
 
 
 def _written(writing: SlotUpdate) -> list[Array]:
-    slot = writing.slot
+    slot, live, step = writing.slot, writing.live, 1
+    if live is not None:
+        slot, step = jnp.where(live[:, None], slot, np.iinfo(np.int32).max), live.astype(jnp.int32)
     rows, heads = np.ogrid[: slot.shape[0], : slot.shape[1]]
     written = [
         array.at[rows, heads, slot].set(jnp.asarray(_of(writing.heads, x), array.dtype), mode="drop")
         for array, x in zip(writing.arrays, writing.values, strict=True)
     ]
-    return written + [counter + 1 for counter in writing.counters]
+    return written + [counter + _by_row(step, counter) for counter in writing.counters]
+
+
+def _by_row(step: Any, counter: Array) -> Any:
+    return step if isinstance(step, int) else step.reshape(-1, *[1] * (counter.ndim - 1))
 
 
 def _of(heads: tuple[int, ...], value: Any) -> Any:

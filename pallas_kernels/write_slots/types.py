@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ..rotary import DeferredRope
 
@@ -15,6 +15,7 @@ class SlotUpdate(NamedTuple):
         arrays, slot, counters: those of this cache's heads.
         values: those of all heads of the layer.
         heads: the layer's KV heads that are in this cache, in order.
+        live: rows to write; None writes all rows.
     """
 
     arrays: Sequence[Array]
@@ -22,3 +23,4 @@ class SlotUpdate(NamedTuple):
     values: Sequence[Array | DeferredRope | int | float]
     counters: Sequence[Array]
     heads: tuple[int, ...]
+    live: Bool[Array, " B"] | None = None

@@ -13,7 +13,7 @@ from policies.oracle_arrays import ROPE
 from policies.surrogates import model_inputs
 
 import kvjax
-from kvjax.cache import LayerSpec, PromptKV, Token, bucket
+from kvjax.cache import LayerSpec, PromptKV, Token, bucket, where_rows
 from kvjax.config import Rope, RopeConfig
 from kvjax.models import ModelConfig
 from kvjax.policies import (
@@ -117,7 +117,7 @@ def run(policy: Policy, case: Case, padding: float = 0.0) -> tuple[Any, np.ndarr
 
 @functools.cache
 def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
-    """The policy's prefill, and one decoding step (append, attend, compress), each jitted."""
+    """The policy's prefill, and one decoding step (append, attend, compress) of the rows that have a token, each jitted."""
     layer = policy.layer(spec)
 
     @jax.jit
@@ -126,10 +126,11 @@ def compiled(policy: Policy, spec: LayerSpec) -> tuple[Any, Any]:
         return prefill_alone(layer, PromptKV.of(spec.rope, q, k, v, lengths, lengths + spec.new_tokens), carry)[0]
 
     @jax.jit
-    def step(state: Any, q: Any, k: Any, v: Any, pos: Any) -> Any:
-        token = Token(q, k, v, pos, spec.rope)
-        out, state, _ = layer.attend(layer.append(state, token), token, {})
-        return out, layer.compress(state)
+    def step(state: Any, q: Any, k: Any, v: Any, pos: Any, live: Any = None) -> Any:
+        token = Token(q, k, v, pos, spec.rope, live)
+        held = layer.append(state, token)
+        out, after, _ = layer.attend(held, token, {})
+        return out, layer.compress(after if live is None else where_rows(live, after, held))
 
     return prefill, step
 

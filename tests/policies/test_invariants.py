@@ -209,6 +209,30 @@ def test_the_newest_token_is_never_lost(policy):
         assert (mine.sum(axis=-1) == 1).all()
 
 
+@each(TIGHT + FRACTION)
+def test_rows_without_a_token_do_not_change(policy):
+    """Rows that take tokens at random times go bit for bit through the states of rows that take one in every step."""
+    inputs = case(24)
+    _, step = compiled(policy, inputs.spec)
+    random, rows = np.random.default_rng(24), np.arange(len(inputs.lengths))
+
+    def following(state, taken, live):
+        pos = np.minimum(inputs.lengths + taken, inputs.q.shape[1] - 1)
+        return step(state, inputs.q[rows, pos], inputs.k[rows, pos], inputs.v[rows, pos], pos, live)[1]
+
+    states = run(policy, inputs)[2][:1]
+    for i in range(inputs.steps):
+        states.append(following(states[-1], i, np.ones(len(rows), bool)))
+    state, taken = states[0], np.zeros(len(rows), int)
+    while taken.min() < inputs.steps:
+        live = (random.random(len(rows)) < 0.5) & (taken < inputs.steps)
+        state = following(state, taken, live)
+        taken += live
+        for got, *of_steps in zip(*map(jax.tree.leaves, (state, *states)), strict=True):
+            wanted = np.stack([of_steps[step][row] for row, step in enumerate(taken)])
+            np.testing.assert_array_equal(got, wanted)
+
+
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 

@@ -88,14 +88,15 @@ class RaggedLayer(PromptScorerLayer[P]):
 
     def append(self, state: Ragged, token: Token) -> Ragged:
         rows = jnp.arange(token.k.shape[0], dtype=jnp.int32)[:, None]
-        at = rows, 0, state.next if state.slot_shards == 1 else cache.local_slot(state, state.next)
+        slot = token.slot(state.next)
+        at = rows, 0, slot if state.slot_shards == 1 else cache.local_slot(state, slot)
         return dataclasses.replace(
             state,
             k=state.k.at[at].set(token.k_rotated.astype(state.k.dtype), mode="drop"),
             v=state.v.at[at].set(token.v.astype(state.v.dtype), mode="drop"),
-            pos=state.pos.at[rows, 0, state.next].set(token.position[:, None]),
-            next=state.next + 1,
-            seen=state.seen + 1,
+            pos=state.pos.at[rows, 0, slot].set(token.position[:, None], mode="drop"),
+            next=state.next + token.count(state.next),
+            seen=state.seen + token.count(state.seen),
         )
 
     def attend(self, state: Ragged, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], Ragged, Carry]:

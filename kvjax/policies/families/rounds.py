@@ -90,10 +90,10 @@ class RoundsLayer(CacheLayer[Any]):
         queries, q = state.queries, token.q_rotated.astype(state.queries.dtype)
         place = state.cache.seen % max(self._window, 1)
         if queries.size <= REWRITTEN:
-            own = jnp.arange(self._window, dtype=jnp.int32) == place[:, None]
+            own = jnp.arange(self._window, dtype=jnp.int32) == token.slot(place)[:, None]
             queries = jnp.where(own[..., None, None], q[:, None], queries)
         else:
-            queries = queries.at[jnp.arange(queries.shape[0], dtype=jnp.int32), place].set(q)
+            queries = queries.at[jnp.arange(queries.shape[0], dtype=jnp.int32), token.slot(place)].set(q)
         return dataclasses.replace(state, cache=cache.insert(state.cache, token)[0], queries=queries)
 
     def attend(

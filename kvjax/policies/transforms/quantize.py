@@ -122,9 +122,10 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         at = rows[:, None], heads[None, :]
         k_place, v_place = slot % residual, slot % (residual + 1)
+        k_new, v_new = token.slot(k_place), token.slot(v_place)
 
         # Where there is no value to pack, the index is out of bounds, and the write is dropped.
-        where = jnp.where(slot > residual, slot - residual - 1, size)
+        where = token.slot(jnp.where(slot > residual, slot - residual - 1, size))
         where = where if state.slot_shards == 1 else cache.local_slot(state, where)
         old = state.v_recent[*at, v_place]
         values = packing.put(state.v, old, where, bits, self._channels, dtype)
@@ -132,13 +133,13 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         # Not inside `cond`, whose branches would copy the packed keys.
         new = packing.pack(state.k_recent, bits, self.policy.group, "slots", dtype)
         is_complete = ((k_place == 0) & (slot > 0))[..., None]
-        k_recent = state.k_recent.at[*at, k_place].set(token.k_rotated.astype(dtype))
-        v_recent = state.v_recent.at[*at, v_place].set(token.v.astype(dtype))
+        k_recent = state.k_recent.at[*at, k_new].set(token.k_rotated.astype(dtype), mode="drop")
+        v_recent = state.v_recent.at[*at, v_new].set(token.v.astype(dtype), mode="drop")
 
         def filled(x: Array, new: Array) -> Array:
             each = residual // new.shape[2]  # slots per entry of `new`
             where = ((slot // residual - 1) * residual)[..., None] + jnp.arange(0, residual, each, dtype=jnp.int32)
-            where = jnp.where(is_complete, where, size)
+            where = token.slot(jnp.where(is_complete, where, size))
             where = where if state.slot_shards == 1 else cache.local_slot(state, where)
             return x.at[rows[:, None, None], heads[:, None], where // each].set(new, mode="drop")
 
@@ -148,9 +149,9 @@ class QuantizedLayer(LowBitLayer[Quantized]):
             v=values,
             k_recent=k_recent,
             v_recent=v_recent,
-            pos=state.pos.at[*at, slot].set(token.position[:, None]),
-            next=slot + 1,
-            seen=state.seen + 1,
+            pos=state.pos.at[*at, token.slot(slot)].set(token.position[:, None], mode="drop"),
+            next=slot + token.count(slot),
+            seen=state.seen + token.count(state.seen),
         )
 
     def attend(

@@ -91,7 +91,7 @@ class RotatedLayer(LowBitLayer[Any]):
         return self._coded(kept), carry
 
     def append(self, state: RotatedCache, token: Token) -> RotatedCache:
-        slot, v = state.next, token.v.astype(self.spec.dtype)
+        slot, v = token.slot(state.next), token.v.astype(self.spec.dtype)
         own = slot if state.slot_shards == 1 else cache.local_slot(state, slot)
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         return dataclasses.replace(
@@ -101,8 +101,8 @@ class RotatedLayer(LowBitLayer[Any]):
             if self._rotated
             else packing.put(state.v, v, own, self.bits, self._channels, self.spec.dtype),
             pos=state.pos.at[rows[:, None], heads[None, :], slot].set(token.position[:, None], mode="drop"),
-            next=slot + 1,
-            seen=state.seen + 1,
+            next=state.next + token.count(state.next),
+            seen=state.seen + token.count(state.seen),
         )
 
     def attend(

@@ -1,0 +1,125 @@
+"""Compression while decoding, of the rows that are due.
+
+Rows of a batch that began at different times are due at different times. If the whole batch was compressed whenever one
+row is due, a batch of B rows would be compressed B times as often as each row needs. So rows that are due are gathered,
+`GROUP` at a time, compressed as a small batch, and written back.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from kvjax.cache import LayerSpec, compact_indices
+from kvjax.pallas_kernels.device import target
+from kvjax.policies import Policy
+from kvjax.policies.base import CacheLayer
+from kvjax.policies.checks import calling, expect_same_state
+from kvjax.policies.sharded import sharded
+
+GROUP = 8
+"""Rows that are compressed at a time. Batches of this size or less are compressed as a whole."""
+
+Caches = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """Compression of all layers of a model.
+
+    Attributes:
+        policy: the bound policy.
+        specs: the layers' specs, on one device.
+    """
+
+    policy: Policy
+    specs: tuple[LayerSpec, ...]
+
+    @property
+    def layers(self) -> tuple[CacheLayer[Any], ...]:
+        """The policy's layers."""
+        return self._of(None)
+
+    @property
+    def lazy(self) -> list[int]:
+        """Indices of the layers that compress when they are full."""
+        return [i for i, layer in enumerate(self.layers) if layer.when == "when_full"]
+
+    def due(self, caches: Sequence[Any]) -> Bool[Array, " B"]:
+        """Rows in which at least one layer is due. There must be a layer that compresses when it is full."""
+        # Reduce over layers before rows: otherwise XLA launches one kernel per layer.
+        return reduce(jnp.logical_or, [self.layers[i].is_due(caches[i]) for i in self.lazy])
+
+    def each_step(self, caches: Sequence[Any]) -> Caches:
+        """Compress the layers that compress in every step."""
+        return tuple(
+            compressed(layer, cache) if layer.when == "every_step" else cache
+            for layer, cache in zip(self.layers, caches, strict=True)
+        )
+
+    def when_full(self, caches: Sequence[Any]) -> Caches:
+        """Compress the rows that are due in the layers that compress when they are full."""
+        batch = self.specs[0].batch
+        if batch <= GROUP or not all(_on_device(leaf) for i in self.lazy for leaf in jax.tree.leaves(caches[i])):
+            return self._all_rows(self.layers, caches)
+        layers = self._of(GROUP)
+
+        def some(loop: tuple[Bool[Array, " B"], Caches]) -> tuple[Bool[Array, " B"], Caches]:
+            due, caches = loop
+            rows, exist = compact_indices(due, GROUP)
+            taken = [jax.tree.map(lambda x: jnp.take(x, rows, axis=0), caches[i]) for i in self.lazy]
+            held: list[Any] = [None] * len(caches)
+            for i, cache in zip(self.lazy, taken, strict=True):
+                held[i] = cache
+            after, target_rows = self._all_rows(layers, held), jnp.where(exist, rows, batch)  # out of bounds: dropped
+            return due.at[target_rows].set(False, mode="drop"), tuple(
+                jax.tree.map(lambda x, y: x.at[target_rows].set(y, mode="drop"), cache, new)
+                if i in self.lazy
+                else cache
+                for i, (cache, new) in enumerate(zip(caches, after, strict=True))
+            )
+
+        return jax.lax.while_loop(lambda loop: jnp.any(loop[0]), some, (self.due(caches), tuple(caches)))[1]
+
+    def _all_rows(self, layers: Sequence[CacheLayer[Any]], caches: Sequence[Any]) -> Caches:
+        # Compress layer by layer, as each compression takes memory and a GPU could run them concurrently. On other
+        # devices they run in order anyway, and an explicit order only costs memory (measured with Chelsea by
+        # `benchmarks.fits`).
+        held, before, waits = list(caches), None, target().platform == "gpu"
+        for i in self.lazy:
+            held[i] = compressed(layers[i], _after(before, held[i]))
+            if waits:
+                before = held[i]
+        return tuple(held)
+
+    def _of(self, batch: int | None) -> tuple[CacheLayer[Any], ...]:
+        specs = self.specs if batch is None else [dataclasses.replace(spec, batch=batch) for spec in self.specs]
+        return tuple(sharded(self.policy.layer(spec)) for spec in specs)
+
+
+def compressed(layer: CacheLayer[Any], cache: Any) -> Any:
+    """Return a layer's state after `compress`. Errors name the policy and the function."""
+    with calling(layer, "compress"):
+        after = layer.compress(cache)
+    expect_same_state(layer, "compress", cache, after)
+    return after
+
+
+def _after(before: Any, cache: Any) -> Any:
+    """Make a cache depend on another, so that it is computed later. Arrays in host memory are excluded."""
+    leaves, tree = jax.tree.flatten(cache)
+    own = [i for i, leaf in enumerate(leaves) if _on_device(leaf)]
+    others = list(filter(_on_device, jax.tree.leaves(before)))
+    if others:
+        there, _ = jax.lax.optimization_barrier(([leaves[i] for i in own], others))
+        for i, leaf in zip(own, there, strict=True):
+            leaves[i] = leaf
+    return tree.unflatten(leaves)
+
+
+def _on_device(x: Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Device
