@@ -29,6 +29,7 @@ class LayerSpec:
         scale: factor on attention logits. Defaults (0) to 1 / sqrt(head_dim).
         window: sliding attention window in tokens, None for full attention.
         block: block size in tokens for chunked prefill, 0 for whole prompts.
+        mixed: whether a batch of one row, too, may hold prompts of any length up to `prompt_len`. Larger batches always may.
         kv_heads: which of the layer's KV heads these are, None for all.
         words: tokens of the words that replays read besides the prompt, by text: those of the text, and those that open
             an answer in the model's template. Empty without replays or without a tokenizer.
@@ -48,6 +49,7 @@ class LayerSpec:
     scale: float = 0.0
     window: int | None = None
     block: int = 0
+    mixed: bool = False
     kv_heads: tuple[int, ...] | None = None
     words: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     shard: Shard = ONE_DEVICE

@@ -74,7 +74,7 @@ class PyramidKV(SnapKV):
         if spec.prompt_len == 0:
             return 0
         # A batch of one is padded to the next bucket; one of several may hold rows of any length.
-        known = spec.batch == 1 and not spec.block  # in chunked prefill, a text was shorter before
+        known = spec.batch == 1 and not spec.mixed and not spec.block  # in chunked prefill, a text was shorter before
         shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if known else 1
         lengths = np.arange(shortest, spec.prompt_len + 1)
         total = np.full_like(lengths, spec.max_tokens) if spec.block else lengths + spec.new_tokens

@@ -61,16 +61,21 @@ class Compression:
             for layer, cache in zip(self.layers, caches, strict=True)
         )
 
-    def when_full(self, caches: Sequence[Any]) -> Caches:
-        """Compress the rows that are due in the layers that compress when they are full."""
+    def when_full(self, caches: Sequence[Any], live: Bool[Array, " B"] | None = None) -> Caches:
+        """Compress the rows that are due in the layers that compress when they are full.
+
+        With `live`, only those that are live. A batch of up to `GROUP` rows without `live` is compressed as a whole.
+        """
         batch = self.specs[0].batch
-        if batch <= GROUP or not all(_on_device(leaf) for i in self.lazy for leaf in jax.tree.leaves(caches[i])):
+        on_device = all(_on_device(leaf) for i in self.lazy for leaf in jax.tree.leaves(caches[i]))
+        if not on_device or (live is None and batch <= GROUP):
             return self._all_rows(self.layers, caches)
-        layers = self._of(GROUP)
+        group = min(GROUP, batch)
+        layers = self._of(group)
 
         def some(loop: tuple[Bool[Array, " B"], Caches]) -> tuple[Bool[Array, " B"], Caches]:
             due, caches = loop
-            rows, exist = compact_indices(due, GROUP)
+            rows, exist = compact_indices(due, group)
             taken = [jax.tree.map(lambda x: jnp.take(x, rows, axis=0), caches[i]) for i in self.lazy]
             held: list[Any] = [None] * len(caches)
             for i, cache in zip(self.lazy, taken, strict=True):
@@ -83,7 +88,8 @@ class Compression:
                 for i, (cache, new) in enumerate(zip(caches, after, strict=True))
             )
 
-        return jax.lax.while_loop(lambda loop: jnp.any(loop[0]), some, (self.due(caches), tuple(caches)))[1]
+        due = self.due(caches) if live is None else self.due(caches) & live
+        return jax.lax.while_loop(lambda loop: jnp.any(loop[0]), some, (due, tuple(caches)))[1]
 
     def _all_rows(self, layers: Sequence[CacheLayer[Any]], caches: Sequence[Any]) -> Caches:
         # Compress layer by layer, as each compression takes memory and a GPU could run them concurrently. On other

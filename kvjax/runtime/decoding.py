@@ -193,15 +193,19 @@ def _loop(
         logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers, live(loop))
         return sample((i, state.replace(caches=compression.each_step(caches)), *buffers), logits)
 
+    def due(loop: Loop) -> Array:
+        rows, there = compression.due(loop[1].caches), live(loop)
+        return jnp.any(rows if there is None else rows & there)
+
     def until_full(loop: Loop) -> Loop:
         # At least one step: a layer that is full even after compression waits for the next step, as in `step`.
         begun = loop[0]
         i, state, *buffers = jax.lax.while_loop(
-            lambda now: should_continue(now) & ((now[0] == begun) | ~jnp.any(compression.due(now[1].caches))),
+            lambda now: should_continue(now) & ((now[0] == begun) | ~due(now)),
             body,
             loop,
         )
-        return i, state.replace(caches=compression.when_full(state.caches)), *buffers
+        return i, state.replace(caches=compression.when_full(state.caches, live((i, state, *buffers)))), *buffers
 
     return jax.lax.while_loop(should_continue, until_full if compression.lazy else body, start)
 

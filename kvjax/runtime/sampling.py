@@ -42,30 +42,33 @@ class Greedy:
 class Sampling:
     """Sample from softmax(logits / temperature), filtered in this order.
 
+    Each number is one for all rows, or one for each row, [B]. A row whose temperature is 0 is greedy.
+
     Attributes:
-        temperature: above 0.
+        temperature: 0 or more.
         top_k: keep the k most likely tokens, and ties with the k-th.
         top_p: keep the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
         min_p: keep tokens with at least this fraction of the highest probability (Nguyen et al. 2024).
     """
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""] | None = None
-    top_p: Float[Array, ""] | None = None
-    min_p: Float[Array, ""] | None = None
+    temperature: Float[Array, "..."]
+    top_k: Int[Array, "..."] | None = None
+    top_p: Float[Array, "..."] | None = None
+    min_p: Float[Array, "..."] | None = None
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
     ) -> Int[Array, " B"]:
-        logits = logits / self.temperature
+        greedy, temperature = Greedy()(logits, seed, pos), jnp.broadcast_to(self.temperature, seed.shape)
+        logits = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
         for limit, keep in ((self.top_k, _top_k), (self.top_p, _top_p), (self.min_p, _min_p)):
             if limit is not None:
-                logits = jnp.where(keep(logits, limit), logits, -jnp.inf)
+                logits = jnp.where(keep(logits, jnp.broadcast_to(limit, seed.shape)[:, None]), logits, -jnp.inf)
 
         def sample(logits: Float[Array, " V"], seed: Array, pos: Array) -> Int[Array, ""]:
             return categorical(jax.random.fold_in(random_key(seed), pos), logits)
 
-        return jax.vmap(sample)(logits, seed, pos).astype(jnp.int32)
+        return jnp.where(temperature > 0, jax.vmap(sample)(logits, seed, pos).astype(jnp.int32), greedy)
 
 
 def make_sampler(
@@ -92,13 +95,12 @@ def make_sampler(
     )
 
 
-def _top_k(logits: Float[Array, "B V"], k: Int[Array, ""]) -> Bool[Array, "B V"]:
+def _top_k(logits: Float[Array, "B V"], k: Int[Array, "B 1"]) -> Bool[Array, "B V"]:
     ascending = jnp.sort(logits, axis=-1)
-    kth = jnp.take(ascending, jnp.maximum(logits.shape[-1] - k, 0), axis=-1)
-    return logits >= kth[:, None]
+    return logits >= jnp.take_along_axis(ascending, jnp.maximum(logits.shape[-1] - k, 0), axis=-1)
 
 
-def _top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V"]:
+def _top_p(logits: Float[Array, "B V"], p: Float[Array, "B 1"]) -> Bool[Array, "B V"]:
     descending = -jnp.sort(-logits, axis=-1)
     probs = jax.nn.softmax(descending, axis=-1)
     inside = jnp.cumsum(probs, axis=-1) - probs < p  # always true for the most probable token
@@ -106,6 +108,6 @@ def _top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V
     return logits >= jnp.take_along_axis(descending, last[:, None], axis=-1)
 
 
-def _min_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Bool[Array, "B V"]:
+def _min_p(logits: Float[Array, "B V"], p: Float[Array, "B 1"]) -> Bool[Array, "B V"]:
     probs = jax.nn.softmax(logits, axis=-1)
     return probs >= p * jnp.max(probs, axis=-1, keepdims=True)

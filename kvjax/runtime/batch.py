@@ -1,0 +1,269 @@
+"""`Batch`: a running batch on the devices, into whose free rows prompts are inserted while the others go on.
+
+    batch = Batch(params, "rkv", 1024, rows=64, prompt_len=8192, max_new_tokens=1024)
+    reading = batch.read(Job(prompt_ids, max_new_tokens=512))
+    first = batch.insert(reading, 3)
+    call = batch.serve(32)
+
+Nothing here waits for the device. `kvjax.runtime.scheduler` decides what happens when.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.cache import LayerSpec, bucket
+from kvjax.models import Params
+from kvjax.policies import Policy
+from kvjax.policies.base import held_bytes
+from kvjax.policies.unbound import check_no_host_cache
+from kvjax.runtime import decoding
+from kvjax.runtime import rows as programs
+from kvjax.runtime.engine import Engine, blocks, program_bytes
+from kvjax.runtime.rows import Reading, Request, Rows
+from kvjax.runtime.sampling import Greedy, Sampler, Sampling
+
+LEAST_READ = 128
+"""Least number of places that a prompt is padded to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be done for one prompt.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        max_new_tokens: maximum number of tokens to sample.
+        given: token ids that are processed one by one after the prompt has been compressed.
+        seed: sampling seed, 0 to 2**32 - 1.
+        ends: token ids that end the sequence.
+        sampler: how tokens are sampled, with one number for each option.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    given: Sequence[int] = ()
+    seed: int = 0
+    ends: Sequence[int] = ()
+    sampler: Greedy | Sampling = Greedy()  # noqa: RUF009 - has no fields
+
+    @property
+    def total(self) -> int:
+        """Number of tokens at which the sequence ends, with prompt, given and sampled ones."""
+        return len(self.prompt) + len(self.given) + self.max_new_tokens
+
+
+class First(NamedTuple):
+    """First token of an inserted row, on the device: token and log-probability, [1]. Meaningless with given tokens."""
+
+    token: Any
+    logprob: Any
+
+
+class Call(NamedTuple):
+    """Results of one call of `Batch.serve`, on the device. B rows, M columns.
+
+    Attributes:
+        tokens, logprobs: sampled tokens, [B, M], and their log-probabilities under the model.
+        filled: how many columns each row has filled, [B].
+        live: rows that go on, [B].
+    """
+
+    tokens: Any
+    logprobs: Any
+    filled: Any
+    live: Any
+
+
+class Batch:
+    """A running batch.
+
+    Args:
+        model, policy, budget, dtype, mesh: as for `kvjax.Engine`. The policy must not be `offloaded`, and the mesh must
+            not have an axis "data".
+        rows: number of rows.
+        prompt_len: maximum prompt length in tokens.
+        max_new_tokens: maximum number of tokens after a prompt, given and sampled together.
+        max_total_tokens: as for `kvjax.Engine`.
+        block: block size for chunked prefill; None prefills whole prompts.
+        given: maximum number of given tokens of a job.
+        ends: maximum number of end tokens of a job.
+        sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
+
+    Raises:
+        ValueError, PolicyError: as for `kvjax.Engine`.
+    """
+
+    def __init__(
+        self,
+        model: Params,
+        policy: str | Policy = "full",
+        budget: int | float | None = None,
+        *,
+        rows: int,
+        prompt_len: int,
+        max_new_tokens: int,
+        max_total_tokens: int | None = None,
+        block: int | None = None,
+        given: int = 0,
+        ends: int = 8,
+        sampling: Collection[str] = (),
+        dtype: Any = None,
+        mesh: Mesh | str | None = None,
+    ) -> None:
+        self.engine = Engine(
+            model,
+            policy,
+            budget,
+            batch=rows,
+            prompt_len=prompt_len,
+            max_new_tokens=max_new_tokens,
+            max_total_tokens=max_total_tokens,
+            block=block,
+            dtype=dtype,
+            mesh=mesh,
+        )
+        check_no_host_cache(self.engine.policy)
+        if self.engine.shard.data > 1:
+            raise ValueError("mesh: a running batch does not support an axis 'data'; use 'model' or 'sequence'")
+        self.policy, self.rows = self.engine.policy, rows
+        self.specs = tuple(dataclasses.replace(spec, mixed=True) for spec in self.engine.specs)
+        self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
+        self.given, self.ends = bucket(given, 16) or 1, ends
+        self.sampling = frozenset(sampling)
+        self._shorter: dict[int, bool] = {}
+        self.state: Rows = programs.empty(self.policy, self.specs, self._request([]))
+
+    @property
+    def weights(self) -> Params:
+        """The weights."""
+        return self.engine.weights
+
+    def read(self, job: Job) -> Reading:
+        """Prefill a job's prompt, whole."""
+        size = self.read_size(len(job.prompt))
+        tokens, lengths = decoding.padded([job.prompt], size)
+        total = jnp.asarray([job.total], jnp.int32)
+        return programs.read(self.policy, self.reader, self.weights, tokens, lengths, total)
+
+    def read_size(self, length: int) -> int:
+        """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
+        most = self.reader[0].prompt_len
+        size = min(max(1 << max(length - 1, 1).bit_length(), LEAST_READ), most)
+        if size not in self._shorter:
+            self._shorter[size] = _reads_shorter(self.policy, self.reader, self.weights, size)
+        return size if self._shorter[size] else most
+
+    def read_blocks(self, job: Job) -> Iterator[Reading]:
+        """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
+        total = jnp.asarray([job.total], jnp.int32)
+        logits = jnp.zeros((1, self.engine.config.vocab_size), jnp.float32)
+        reading = programs.begin(self.policy, self.reader, total, logits)
+        for block in blocks([job.prompt], self.engine.block):
+            given = decoding.padded(block, self.engine.block)
+            reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
+            yield reading
+
+    def insert(self, reading: Reading, job: Job, row: int) -> First:
+        """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again."""
+        to = jnp.asarray([row], jnp.int32)
+        self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, self._request([job]), to)
+        return First(*_on_the_way(first))
+
+    def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
+        """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""
+        ending = np.zeros(self.rows, bool)
+        ending[list(stop)] = True
+        self.state, *call = programs.serve(
+            self.policy,
+            self.specs,
+            self.weights,
+            self.state,
+            jnp.asarray(count, jnp.int32),
+            jnp.asarray(ending),
+            jnp.asarray(leave),
+        )
+        return Call(*_on_the_way(call))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's cache on each device."""
+        return sum(held_bytes(layer)[0] for layer in decoding.layers_of(self.policy, self.reader))
+
+    def peak_bytes(self) -> int:
+        """Peak device memory while the batch runs, according to XLA's memory analysis. Compiles the programs."""
+        shape = jax.ShapeDtypeStruct
+        state = jax.tree.map(lambda x: shape(x.shape, x.dtype), self.state)
+        count, stop, leave = shape((), jnp.int32), shape((self.rows,), bool), shape((), bool)
+        serve = programs.serve.compiled(self.policy, self.specs, self.weights, state, count, stop, leave)
+        one = shape((1,), jnp.int32)
+        size = self.engine.block or self.reader[0].prompt_len
+        tokens = shape((1, size), jnp.int32)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        if self.engine.block:
+            reading = programs.begin.shapes(
+                self.policy, self.reader, one, shape((1, self.engine.config.vocab_size), jnp.float32)
+            )
+            read = programs.read_block.compiled(self.policy, self.reader, self.weights, reading, tokens, one, one)
+        else:
+            read = programs.read.compiled(self.policy, self.reader, self.weights, tokens, one, one)
+        return max(program_bytes(serve) + self.row_bytes, program_bytes(read) + held)
+
+    def _request(self, jobs: Sequence[Job]) -> Request:
+        """The jobs as arrays; without jobs, one row each that asks for nothing."""
+        count = len(jobs) or self.rows
+        given = np.zeros((count, self.given), np.int32)
+        ends = np.full((count, self.ends), -1, np.int32)
+        for i, job in enumerate(jobs):
+            given[i, : len(job.given)] = job.given
+            ends[i, : len(job.ends)] = job.ends
+        return Request(
+            seed=jnp.asarray([job.seed for job in jobs] or [0] * count, jnp.uint32),
+            limit=jnp.asarray([job.total for job in jobs] or [0] * count, jnp.int32),
+            ends=jnp.asarray(ends),
+            sampler=self._sampler([job.sampler for job in jobs] or [Greedy()] * count),
+            given=jnp.asarray(given),
+            given_count=jnp.asarray([len(job.given) for job in jobs] or [0] * count, jnp.int32),
+        )
+
+    def _sampler(self, samplers: Sequence[Greedy | Sampling]) -> Sampler:
+        """One sampler with a number per row for each option that jobs of this batch have."""
+        if not self.sampling:
+            return Greedy()
+
+        def numbers(name: str, none: float, dtype: Any) -> Any:
+            if name not in self.sampling:
+                return None
+            found = (getattr(sampler, name, None) for sampler in samplers)
+            return jnp.asarray([none if number is None else number for number in found], dtype)
+
+        temperature = numbers("temperature", 0.0, jnp.float32)
+        return Sampling(
+            temperature=jnp.zeros(len(samplers), jnp.float32) if temperature is None else temperature,
+            top_k=numbers("top_k", np.iinfo(np.int32).max, jnp.int32),
+            top_p=numbers("top_p", 1.0, jnp.float32),
+            min_p=numbers("min_p", 0.0, jnp.float32),
+        )
+
+
+def _on_the_way(arrays: Sequence[Any]) -> list[Any]:
+    """Begin to copy arrays to the host."""
+    for array in arrays:
+        array.copy_to_host_async()
+    return list(arrays)
+
+
+def _reads_shorter(policy: Policy, specs: tuple[LayerSpec, ...], weights: Params, size: int) -> bool:
+    """Whether a prompt of fewer places than `prompt_len` leaves a state of the same shapes."""
+    found = []
+    for places in (size, specs[0].prompt_len):
+        tokens, one = jax.ShapeDtypeStruct((1, places), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        found.append(programs.read.shapes(policy, specs, weights, tokens, one, one))
+    return jax.tree.structure(found[0]) == jax.tree.structure(found[1]) and all(
+        a.shape == b.shape for a, b in zip(*map(jax.tree.leaves, found), strict=True)
+    )

@@ -1,0 +1,270 @@
+"""The programs of a running batch, whose rows begin and end at their own times.
+
+A prompt is prefilled in a small batch (`read`, or `read_block` for chunked prefill). `insert` writes the result into a
+free row of the running batch, and `serve` decodes all rows that have something to do. A row's tokens do not depend on
+the other rows, nor on the row that it was given.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kvjax.models import Params, transformer
+from kvjax.models.sharding import partitions
+from kvjax.policies import Policy
+from kvjax.runtime import replay
+from kvjax.runtime.decoding import CHUNK, Loop, Specs, _gpu_options, _loop, _sample, layers_of, of_steps
+from kvjax.runtime.mesh import ALL, ROWS, state_partitions
+from kvjax.runtime.program import Partition, Program
+from kvjax.runtime.sampling import Sampler
+
+_NONE = jnp.iinfo(jnp.int32).max
+
+
+@flax.struct.dataclass
+class Request:
+    """What a row is to do. R rows.
+
+    Attributes:
+        seed: sampling seed.
+        limit: number of tokens at which the row ends, with prompt, given and sampled ones.
+        ends: end tokens, -1 for none.
+        sampler: how tokens are sampled, with one number per row in each array.
+        given: tokens to process after the prompt, before any is sampled.
+        given_count: number of given tokens.
+    """
+
+    seed: UInt32[Array, " R"]
+    limit: Int[Array, " R"]
+    ends: Int[Array, "R E"]
+    sampler: Sampler
+    given: Int[Array, "R G"]
+    given_count: Int[Array, " R"]
+
+
+@flax.struct.dataclass
+class Rows:
+    """State of a running batch.
+
+    Attributes:
+        caches: the policy's state for each layer.
+        token: latest token of each row, not yet in the cache.
+        pos: position of that token.
+        live: whether the row has something to do. The others do not change.
+        first: number of prompt tokens of each row, which is the position of the first given token.
+        request: what each row is to do.
+    """
+
+    caches: tuple[Any, ...]
+    token: Int[Array, " B"]
+    pos: Int[Array, " B"]
+    live: Bool[Array, " B"]
+    first: Int[Array, " B"]
+    request: Request
+
+
+@flax.struct.dataclass
+class Reading:
+    """Prompts that were prefilled, or are being prefilled in blocks. R rows.
+
+    Attributes:
+        caches: the policy's state for each layer.
+        logits: logits after the last token.
+        pos: number of tokens so far.
+    """
+
+    caches: tuple[Any, ...]
+    logits: Float[Array, "R V"]
+    pos: Int[Array, " R"]
+
+
+def _empty(policy: Policy, specs: Specs, request: Request) -> Rows:
+    rows = request.seed.shape[0]
+    nothing = jnp.zeros((rows,), jnp.int32)
+    # Copied, as programs donate a state's arrays, and `init` may return the same array twice.
+    caches = jax.tree.map(jnp.copy, tuple(layer.init(None) for layer in layers_of(policy, specs)))
+    return Rows(caches, nothing, jnp.copy(nothing), jnp.zeros((rows,), bool), jnp.copy(nothing), request)
+
+
+def _read(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    total: Int[Array, " R"],
+) -> Reading:
+    layers = layers_of(policy, specs)
+    prefill = replay.prefill if replay.replays(layers) else transformer.prefill
+    logits, caches = prefill(params, tokens, lengths, total, layers)
+    return Reading(caches, logits, lengths)
+
+
+def _begin(policy: Policy, specs: Specs, total: Int[Array, " R"], logits: Float[Array, "R V"]) -> Reading:
+    caches = jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs)))
+    return Reading(caches, logits, jnp.zeros_like(total))
+
+
+def _read_block(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    reading: Reading,
+    tokens: Int[Array, "R S"],
+    count: Int[Array, " R"],
+    total: Int[Array, " R"],
+) -> Reading:
+    layers = layers_of(policy, specs)
+    logits, caches = transformer.read_block(params, reading.caches, tokens, reading.pos, count, total, layers)
+    logits = jnp.where((count > 0)[:, None], logits, reading.logits)
+    return Reading(caches, logits, reading.pos + count)
+
+
+def _insert(
+    policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
+) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"]]:
+    pos = reading.pos
+    token, logprob = _sample(reading.logits, request.sampler, request.seed, pos)
+    first = pos + request.given_count
+    ended = (first == pos) & (jnp.any(token[:, None] == request.ends, axis=1) | (first + 1 >= request.limit))
+    new = Rows(reading.caches, token, pos, ~ended, pos, request)
+
+    def write(old: Array, new: Array) -> Array:
+        new = new.astype(old.dtype)
+        for row in range(to.shape[0]):  # one slice after another: a scatter of whole rows is slower
+            there = to[row] < old.shape[0]
+            at = jnp.where(there, to[row], 0)
+            kept = jax.lax.dynamic_slice_in_dim(old, at, 1)
+            one = jnp.where(there, new[row : row + 1], kept)
+            old = jax.lax.dynamic_update_slice_in_dim(old, one, at, axis=0)
+        return old
+
+    return jax.tree.map(write, rows, new), token, logprob
+
+
+def _serve(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    rows: Rows,
+    count: Int[Array, ""],
+    stop: Bool[Array, " B"],
+    leave: Bool[Array, ""],
+) -> tuple[Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"]]:
+    rows = dataclasses.replace(rows, live=rows.live & ~stop)
+    batch, begun = rows.token.shape[0], rows.live
+    buffers = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, CHUNK), jnp.float32)
+    row = jnp.arange(batch, dtype=jnp.int32)
+
+    def should_continue(loop: Loop) -> Array:
+        i, rows, *_ = loop
+        return (i < count) & jnp.any(rows.live) & ~(leave & jnp.any(begun & ~rows.live))
+
+    def token(loop: Loop) -> Array:
+        rows, request = loop[1], loop[1].request
+        ahead = rows.pos - rows.first
+        index = jnp.minimum(ahead, request.given.shape[1] - 1)[:, None]
+        given = jnp.take_along_axis(request.given, index, axis=1)[:, 0]
+        return jnp.where(ahead < request.given_count, given, rows.token)
+
+    def sample(loop: Loop, logits: Array) -> Loop:
+        i, rows, tokens, logprobs, filled = loop
+        request, pos, live = rows.request, rows.pos + 1, rows.live
+        new, logprob = _sample(logits, request.sampler, request.seed, pos)
+        counts = live & (pos - rows.first >= request.given_count)
+        column = jnp.where(counts, filled, CHUNK)  # out of bounds: dropped
+        ended = counts & (jnp.any(new[:, None] == request.ends, axis=1) | (pos + 1 >= request.limit))
+        rows = dataclasses.replace(
+            rows, token=jnp.where(live, new, rows.token), pos=jnp.where(live, pos, rows.pos), live=live & ~ended
+        )
+        tokens = tokens.at[row, column].set(new, mode="drop")
+        logprobs = logprobs.at[row, column].set(logprob, mode="drop")
+        return i + 1, rows, tokens, logprobs, filled + counts.astype(jnp.int32)
+
+    start = jnp.zeros((), jnp.int32), rows, *buffers, jnp.zeros((batch,), jnp.int32)
+    _, rows, tokens, logprobs, filled = _loop(
+        policy, specs, params, should_continue, token, sample, start, lambda loop: loop[1].live
+    )
+    return rows, tokens, logprobs, filled, rows.live
+
+
+def _rows_partitions(policy: Policy, specs: Specs) -> Any:
+    return Rows(state_partitions(policy, specs), ROWS, ROWS, ROWS, ROWS, ROWS)  # pyright: ignore[reportArgumentType]
+
+
+def _reading_partitions(policy: Policy, specs: Specs) -> Any:
+    return Reading(state_partitions(policy, specs), ROWS, ROWS)  # pyright: ignore[reportArgumentType]
+
+
+def _over_mesh(arguments: Any, results: Any) -> Any:
+    """Partitions of a program, from functions of its policy and specs (or partitions) for its arguments and results."""
+
+    def partition(policy: Policy, specs: Specs, *arrays: Any) -> Partition | None:
+        if specs[0].shard.mesh is None:
+            return None
+
+        def found(each: Any) -> Any:
+            if each is partitions:
+                return partitions(arrays[0])
+            return each if isinstance(each, PartitionSpec) else each(policy, specs)
+
+        inputs = tuple(map(found, arguments))
+        outputs = tuple(map(found, results)) if isinstance(results, tuple) else found(results)
+        return specs[0].shard, inputs, outputs
+
+    return partition
+
+
+empty = Program(_empty, static=2, partition=_over_mesh((ROWS,), _rows_partitions))
+"""`empty(policy, specs, request)`: a batch without live rows."""
+
+read = Program(_read, static=2, partition=_over_mesh((partitions, ROWS, ROWS, ROWS), _reading_partitions))
+"""`read(policy, specs, params, tokens, lengths, total)`: prefill whole right-padded prompts.
+
+`total` is the final length of each sequence, including new tokens.
+"""
+
+begin = Program(_begin, static=2, partition=_over_mesh((ROWS, ROWS), _reading_partitions))
+"""`begin(policy, specs, total, logits)`: begin to prefill in blocks. `logits` gives the shape of those to come."""
+
+read_block = Program(
+    _read_block,
+    static=2,
+    donate=(3,),
+    partition=_over_mesh((partitions, _reading_partitions, ROWS, ROWS, ROWS), _reading_partitions),
+)
+"""`read_block(policy, specs, params, reading, tokens, count, total)`: prefill the next block [R, S]. The old reading is used up."""
+
+insert = Program(
+    _insert,
+    static=2,
+    donate=(2,),
+    partition=_over_mesh((_rows_partitions, _reading_partitions, ROWS, ROWS), (_rows_partitions, ROWS, ROWS)),
+    canonical=of_steps,
+)
+"""`insert(policy, specs, rows, reading, request, to)`: write prefilled rows into rows `to`, and sample their first tokens.
+
+An index that is out of bounds inserts nothing. The reading remains, so that it can be inserted again with another
+seed. On a mesh with an axis `data`, `to` counts the rows of one device. Returns the batch (the old one is used up), and
+the first tokens and their log-probabilities. These mean nothing in rows with given tokens.
+"""
+
+serve = Program(
+    _serve,
+    static=2,
+    donate=(3,),
+    gpu_options=_gpu_options,
+    partition=_over_mesh((partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS)),
+    canonical=of_steps,
+)
+"""`serve(policy, specs, params, rows, count, stop, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
+
+Rows in `stop` end before the first step. With `leave`, the program also returns as soon as a row has ended. Returns the
+batch (the old one is used up), tokens and log-probabilities in buffers of `CHUNK` columns, how many columns each row
+has filled, and which rows are still live.
+"""
