@@ -72,12 +72,14 @@ class Call(NamedTuple):
         tokens, logprobs: sampled tokens, [B, M], and their log-probabilities under the model.
         filled: how many columns each row has filled, [B].
         live: rows that go on, [B].
+        steps: number of steps.
     """
 
     tokens: Any
     logprobs: Any
     filled: Any
     live: Any
+    steps: Any
 
 
 class Batch:
@@ -137,7 +139,8 @@ class Batch:
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling = frozenset(sampling)
         self._shorter: dict[int, bool] = {}
-        self.state: Rows = programs.empty(self.policy, self.specs, self._request([]))
+        self.state: Rows
+        self.reset()
 
     @property
     def weights(self) -> Params:
@@ -168,6 +171,20 @@ class Batch:
             given = decoding.padded(block, self.engine.block)
             reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
             yield reading
+
+    def reading(self, job: Job) -> Iterator[tuple[Reading, bool]]:
+        """Prefill a job's prompt, whole or in blocks. Yields the reading after each part, and whether it is complete."""
+        if not self.engine.block:
+            yield self.read(job), True
+            return
+        left = -(-len(job.prompt) // self.engine.block)
+        for reading in self.read_blocks(job):
+            left -= 1
+            yield reading, left == 0
+
+    def reset(self) -> None:
+        """Begin with empty rows."""
+        self.state = programs.empty(self.policy, self.specs, self._request([]))
 
     def insert(self, reading: Reading, job: Job, row: int) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again."""

@@ -155,7 +155,7 @@ def _serve(
     count: Int[Array, ""],
     stop: Bool[Array, " B"],
     leave: Bool[Array, ""],
-) -> tuple[Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"]]:
+) -> tuple[Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""]]:
     rows = dataclasses.replace(rows, live=rows.live & ~stop)
     batch, begun = rows.token.shape[0], rows.live
     buffers = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, CHUNK), jnp.float32)
@@ -187,10 +187,10 @@ def _serve(
         return i + 1, rows, tokens, logprobs, filled + counts.astype(jnp.int32)
 
     start = jnp.zeros((), jnp.int32), rows, *buffers, jnp.zeros((batch,), jnp.int32)
-    _, rows, tokens, logprobs, filled = _loop(
+    steps, rows, tokens, logprobs, filled = _loop(
         policy, specs, params, should_continue, token, sample, start, lambda loop: loop[1].live
     )
-    return rows, tokens, logprobs, filled, rows.live
+    return rows, tokens, logprobs, filled, rows.live, steps
 
 
 def _rows_partitions(policy: Policy, specs: Specs) -> Any:
@@ -259,12 +259,14 @@ serve = Program(
     static=2,
     donate=(3,),
     gpu_options=_gpu_options,
-    partition=_over_mesh((partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS)),
+    partition=_over_mesh(
+        (partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL)
+    ),
     canonical=of_steps,
 )
 """`serve(policy, specs, params, rows, count, stop, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
 
 Rows in `stop` end before the first step. With `leave`, the program also returns as soon as a row has ended. Returns the
 batch (the old one is used up), tokens and log-probabilities in buffers of `CHUNK` columns, how many columns each row
-has filled, and which rows are still live.
+has filled, which rows are still live, and the number of steps.
 """

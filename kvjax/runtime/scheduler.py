@@ -1,0 +1,251 @@
+"""Scheduling of many prompts through one running batch, in plain Python without threads or clocks.
+
+    scheduler = Scheduler(batch)
+    tickets = [scheduler.submit(job) for job in jobs]
+    while scheduler.busy:
+        for ticket in scheduler.turn():
+            ...  # has new tokens, or has ended
+
+A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
+before. So the device always has work while the host reads tokens.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+Ended = Literal["eos", "length", "cancelled", "failed"]
+
+
+class Job(Protocol):
+    """What the scheduler reads of a job, see `kvjax.runtime.batch.Job`."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def given(self) -> Any: ...
+    @property
+    def ends(self) -> Any: ...
+
+
+class Runner(Protocol):
+    """What the scheduler drives, see `kvjax.runtime.batch.Batch`."""
+
+    @property
+    def rows(self) -> int: ...
+    def reading(self, job: Any) -> Iterator[Any]: ...
+    def insert(self, reading: Any, job: Any, row: int) -> Any: ...
+    def serve(self, count: int, stop: Any = (), *, leave: bool = False) -> Any: ...
+    def reset(self) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A submitted job and what has come of it.
+
+    Attributes:
+        job: the job.
+        tokens, logprobs: sampled tokens so far, and their log-probabilities.
+        ended: why the sequence ended; None while it waits or runs.
+        error: the error, if it failed.
+        taken: number of tokens that the caller has taken, see `new_tokens`.
+    """
+
+    job: Any
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    ended: Ended | None = None
+    error: Exception | None = None
+    taken: int = 0
+
+    def new_tokens(self) -> list[int]:
+        """Tokens that have come since the last call of this function."""
+        new, self.taken = self.tokens[self.taken :], len(self.tokens)
+        return new
+
+
+class _Started(NamedTuple):
+    """An inserted row whose first token is on its way."""
+
+    ticket: Ticket
+    first: Any
+
+
+class _Served(NamedTuple):
+    """A call whose tokens are on their way, and whose row was whose when it was dispatched."""
+
+    owners: dict[int, Ticket]
+    call: Any
+
+
+class Scheduler:
+    """Runs jobs in the rows of a batch, first come, first served.
+
+    Args:
+        batch: runs prompts and rows, and never waits for the device.
+        steps: decode steps of a call.
+        block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
+    """
+
+    def __init__(self, batch: Runner, *, steps: int = 16, block_calls: int = 1) -> None:
+        self.batch, self.steps, self.block_calls = batch, steps, block_calls
+        self._waiting: deque[Ticket] = deque()
+        self._free = list(range(batch.rows))[::-1]
+        self._owners: dict[int, Ticket] = {}
+        self._reading: tuple[Ticket, Iterator[Any]] | None = None
+        self._ready: tuple[Ticket, Any] | None = None
+        self._under_way: deque[_Started | _Served] = deque()
+        self._stopped: set[int] = set()
+        self.row_steps = self.delivered = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a submitted job has not ended."""
+        return bool(self._waiting or self._owners or self._reading or self._ready or self._under_way)
+
+    def submit(self, job: Any) -> Ticket:
+        """Add a job to the queue."""
+        ticket = Ticket(job)
+        self._waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a job, whether it waits or runs. What it has sampled so far remains."""
+        if ticket.ended is None:
+            ticket.ended = "cancelled"
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+
+    def turn(self) -> list[Ticket]:
+        """Fill free rows, dispatch the next call, and take the results of the call before.
+
+        Returns:
+            Jobs with new tokens, or that have ended.
+        """
+        try:
+            self._fill()
+            self._dispatch()
+            return self._take()
+        except Exception as error:
+            return self._fail(error)
+
+    def _fill(self) -> None:
+        """Read waiting prompts, and insert them into free rows."""
+        blocks = 0
+        while self._free and (self._reading or self._waiting or self._ready):
+            if self._ready is None and not self._read(blocks):
+                return
+            blocks += 1
+            if self._ready is None:
+                continue
+            (ticket, reading), self._ready = self._ready, None
+            if ticket.ended is not None:
+                continue
+            row = self._free.pop()
+            first = self.batch.insert(reading, ticket.job, row)
+            self._owners[row] = ticket
+            if not len(ticket.job.given):
+                self._under_way.append(_Started(ticket, first))
+
+    def _read(self, blocks: int) -> bool:
+        """Read one block, or one whole prompt. False if rows that are live have waited long enough."""
+        if blocks >= self.block_calls and self._owners and self._reading is not None:
+            return False
+        if self._reading is None:
+            ticket = self._waiting.popleft()
+            self._reading = ticket, self.batch.reading(ticket.job)
+        ticket, parts = self._reading
+        if ticket.ended is not None:
+            self._reading = None
+            return True
+        try:
+            reading, complete = next(parts)
+        except Exception as error:  # of this prompt alone
+            ticket.ended, ticket.error, self._reading = "failed", error, None
+            self._under_way.append(_Started(ticket, None))
+            return True
+        if complete:
+            self._ready, self._reading = (ticket, reading), None
+        return True
+
+    def _dispatch(self) -> None:
+        live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
+        stop = [row for row, ticket in live.items() if ticket.ended is not None]
+        self._stopped.update(stop)
+        if len(live) > len(stop):
+            leave = bool(self._waiting or self._reading or self._ready)
+            self._under_way.append(_Served(dict(live), self.batch.serve(self.steps, stop, leave=leave)))
+
+    def _take(self) -> list[Ticket]:
+        """Take all results but those of the call that was dispatched last, if another may follow it."""
+        changed: dict[int, Ticket] = {}
+        calls = sum(isinstance(each, _Served) for each in self._under_way)
+        while self._under_way:
+            each = self._under_way[0]
+            if isinstance(each, _Served):
+                if calls == 1 and self._goes_on(each):
+                    break
+                calls -= 1
+                self._under_way.popleft()
+                self._collect(each, changed)
+            else:
+                self._under_way.popleft()
+                ticket = each.ticket
+                if each.first is not None and ticket.ended is None:
+                    self._add(
+                        ticket, [int(np.asarray(each.first.token)[0])], [float(np.asarray(each.first.logprob)[0])]
+                    )
+                changed[id(ticket)] = ticket
+        return list(changed.values())
+
+    def _goes_on(self, last: _Served) -> bool:
+        """Whether some row has something to do after this call."""
+        return any(ticket.ended is None and self._left(ticket) > self.steps for ticket in last.owners.values()) or bool(
+            self._waiting or self._reading or self._ready
+        )
+
+    @staticmethod
+    def _left(ticket: Ticket) -> int:
+        return ticket.job.max_new_tokens - len(ticket.tokens)
+
+    def _collect(self, served: _Served, changed: dict[int, Ticket]) -> None:
+        tokens, logprobs, filled, live, steps = (np.asarray(x) for x in served.call)
+        self.row_steps += self.batch.rows * int(steps)
+        for row, ticket in served.owners.items():
+            if self._owners.get(row) is not ticket:  # it ended in an earlier call
+                continue
+            count = int(filled[row])
+            if ticket.ended is None and count:
+                self._add(ticket, tokens[row, :count].tolist(), logprobs[row, :count].tolist())
+                changed[id(ticket)] = ticket
+            if not live[row]:
+                if ticket.ended is None:
+                    ticket.ended = "eos" if ticket.tokens and ticket.tokens[-1] in ticket.job.ends else "length"
+                changed[id(ticket)] = ticket
+                self._stopped.discard(row)
+                del self._owners[row]
+                self._free.append(row)
+
+    def _add(self, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
+        ticket.tokens += tokens
+        ticket.logprobs += logprobs
+        self.delivered += len(tokens)
+
+    def _fail(self, error: Exception) -> list[Ticket]:
+        """End all jobs that are in the batch, whose state is lost, and begin with an empty one."""
+        lost = {id(ticket): ticket for ticket in self._owners.values()}
+        for each in self._under_way:
+            for ticket in each.owners.values() if isinstance(each, _Served) else [each.ticket]:
+                lost[id(ticket)] = ticket
+        for ticket in lost.values():
+            if ticket.ended is None:
+                ticket.ended, ticket.error = "failed", error
+        self._owners.clear()
+        self._under_way.clear()
+        self._stopped.clear()
+        self._free = list(range(self.batch.rows))[::-1]
+        self.batch.reset()
+        return list(lost.values())
