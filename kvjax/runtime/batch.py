@@ -10,6 +10,7 @@ Nothing here waits for the device. `kvjax.runtime.scheduler` decides what happen
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache import LayerSpec, bucket
 from kvjax.models import Params
+from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
 from kvjax.policies.base import held_bytes
 from kvjax.policies.unbound import check_no_host_cache
@@ -212,24 +214,37 @@ class Batch:
         """Bytes of one row's cache on each device."""
         return sum(held_bytes(layer)[0] for layer in decoding.layers_of(self.policy, self.reader))
 
-    def peak_bytes(self) -> int:
-        """Peak device memory while the batch runs, according to XLA's memory analysis. Compiles the programs."""
+    def compile(self, lengths: Collection[int], jobs: int = 1) -> int:
+        """Compile all programs that prompts of these lengths need.
+
+        Args:
+            lengths: lengths of the prompts.
+            jobs: number of programs to compile at a time.
+
+        Returns:
+            Peak device memory in bytes while the batch runs, according to XLA's memory analysis.
+        """
         shape = jax.ShapeDtypeStruct
-        state = jax.tree.map(lambda x: shape(x.shape, x.dtype), self.state)
-        count, stop, leave = shape((), jnp.int32), shape((self.rows,), bool), shape((), bool)
-        serve = programs.serve.compiled(self.policy, self.specs, self.weights, state, count, stop, leave)
-        one = shape((1,), jnp.int32)
-        size = self.engine.block or self.reader[0].prompt_len
-        tokens = shape((1, size), jnp.int32)
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        state, requests = (jax.tree.map(_shape, x) for x in (self.state, self._request([_NOTHING])))
+        one, count, flag = shape((1,), jnp.int32), shape((), jnp.int32), shape((), bool)
+        logits = shape((1, self.engine.config.vocab_size), jnp.float32)
+        reading = jax.tree.map(_shape, programs.begin.shapes(self.policy, self.reader, one, logits))
+        model = self.policy, self.reader, self.weights
         if self.engine.block:
-            reading = programs.begin.shapes(
-                self.policy, self.reader, one, shape((1, self.engine.config.vocab_size), jnp.float32)
-            )
-            read = programs.read_block.compiled(self.policy, self.reader, self.weights, reading, tokens, one, one)
+            block = shape((1, self.engine.block), jnp.int32)
+            read = [(programs.read_block, (*model, reading, block, one, one))]
         else:
-            read = programs.read.compiled(self.policy, self.reader, self.weights, tokens, one, one)
-        return max(program_bytes(serve) + self.row_bytes, program_bytes(read) + held)
+            sizes = sorted({self.read_size(length) for length in lengths})
+            read = [(programs.read, (*model, shape((1, size), jnp.int32), one, one)) for size in sizes]
+        serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), flag
+        decode = [
+            (programs.serve, serve),
+            (programs.insert, (self.policy, self.specs, state, reading, requests, one)),
+        ]
+        with ThreadPoolExecutor(jobs) as pool:
+            found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
+        weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
+        return max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
 
     def _request(self, jobs: Sequence[Job]) -> Request:
         """The jobs as arrays; without jobs, one row each that asks for nothing."""
@@ -266,6 +281,13 @@ class Batch:
             top_p=numbers("top_p", 1.0, jnp.float32),
             min_p=numbers("min_p", 0.0, jnp.float32),
         )
+
+
+_NOTHING = Job((), 0)
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _on_the_way(arrays: Sequence[Any]) -> list[Any]:

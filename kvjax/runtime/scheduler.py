@@ -106,6 +106,11 @@ class Scheduler:
         """Whether a submitted job has not ended."""
         return bool(self._waiting or self._owners or self._reading or self._ready or self._under_way)
 
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that have not been inserted into a row."""
+        return len(self._waiting) + (self._reading is not None) + (self._ready is not None)
+
     def submit(self, job: Any) -> Ticket:
         """Add a job to the queue."""
         ticket = Ticket(job)
@@ -218,6 +223,7 @@ class Scheduler:
             if self._owners.get(row) is not ticket:  # it ended in an earlier call
                 continue
             count = int(filled[row])
+            self.delivered += count
             if ticket.ended is None and count:
                 self._add(ticket, tokens[row, :count].tolist(), logprobs[row, :count].tolist())
                 changed[id(ticket)] = ticket
@@ -232,7 +238,6 @@ class Scheduler:
     def _add(self, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
         ticket.tokens += tokens
         ticket.logprobs += logprobs
-        self.delivered += len(tokens)
 
     def _fail(self, error: Exception) -> list[Ticket]:
         """End all jobs that are in the batch, whose state is lost, and begin with an empty one."""

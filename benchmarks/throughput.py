@@ -1,0 +1,151 @@
+"""Measure the throughput of many requests through one running batch, with random weights.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.93 python -m benchmarks.throughput --trace 128 --policies full,snapkv:1024 --rows 40,128
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.93 python -m benchmarks.throughput --same 256,400,4096 --policies rkv:1024 --rows 256
+
+`--trace` has requests whose prompts and answers have different lengths. `--same` has a number of equal requests: prompt
+tokens, answer tokens. All requests are known from the start, and no answer ends early. All programs are compiled
+before, and a part of the requests runs first. The row has tokens per second, the share of row-steps that gave a
+token, and the seconds until the last prompt was read. `--peer FILE` adds rows that another program has measured.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import report
+from kvjax._util.randomness import random_key
+from kvjax.config import PRESETS
+from kvjax.models import Params, init
+from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.scheduler import Scheduler
+
+
+def mixed(count: int, vocabulary: int, seed: int = 7) -> list[Job]:
+    """Requests with 128 to 8,192 prompt tokens and 16 to 1,024 answer tokens, log-normal."""
+    random = np.random.default_rng(seed)
+    prompts = np.clip(random.lognormal(np.log(2500), 0.8, count), 128, 8192).astype(int)
+    answers = np.clip(random.lognormal(np.log(250), 0.8, count), 16, 1024).astype(int)
+    ids = [random.integers(0, vocabulary - 300, size).tolist() for size in prompts]
+    return [Job(prompt, int(answer)) for prompt, answer in zip(ids, answers, strict=True)]
+
+
+def same(count: int, prompt: int, answer: int, vocabulary: int) -> list[Job]:
+    """Equal requests, with different random tokens."""
+    random = np.random.default_rng(0)
+    return [Job(random.integers(0, vocabulary - 300, prompt).tolist(), answer) for _ in range(count)]
+
+
+def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
+    """Run all jobs, those with the longest answers first, and return the measurements."""
+    batch.reset()
+    scheduler = Scheduler(batch, steps=steps)
+    start = time.perf_counter()
+    tickets = [scheduler.submit(job) for job in sorted(jobs, key=lambda job: -job.max_new_tokens)]
+    read, turns = 0.0, 0
+    while scheduler.busy:
+        scheduler.turn()
+        turns += 1
+        if not read and not scheduler.waiting:
+            jax.block_until_ready(batch.state.token)
+            read = time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    for ticket in tickets:
+        if ticket.ended != "length" or len(ticket.tokens) != ticket.job.max_new_tokens:
+            raise SystemExit(f"a request ended by {ticket.ended} after {len(ticket.tokens)} tokens: {ticket.error}")
+    tokens = sum(job.max_new_tokens for job in jobs)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "prompt_tokens": sum(len(job.prompt) for job in jobs),
+        "new_tokens": tokens,
+        "last_prompt_read_s": read,
+        "delivered": scheduler.delivered / max(scheduler.row_steps, 1),
+        "steps": scheduler.row_steps // batch.rows,
+        "turns": turns,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
+    parser.add_argument("--policies", default="full,snapkv:1024", help="separated by commas")
+    parser.add_argument("--rows", default="40", help="rows of the batch: one number, or one for each policy")
+    parser.add_argument("--trace", type=int, help="number of requests of different lengths")
+    parser.add_argument("--same", help="number of requests, prompt tokens, answer tokens")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a call")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--jobs", type=int, default=8, help="programs to compile at a time")
+    parser.add_argument("--mesh")
+    parser.add_argument("--peer", type=Path, help="JSON lines of other programs, which are added to the rows")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = PRESETS[args.shape]
+    if args.layers is not None:
+        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+    if (args.trace is None) == (args.same is None):
+        parser.error("give --trace or --same")
+    if args.trace is not None:
+        jobs, workload = mixed(args.trace, config.vocab_size), f"trace {args.trace}"
+    else:
+        jobs, workload = same(*map(int, args.same.split(",")), config.vocab_size), f"same {args.same}"
+    out = args.out or Path(f"benchmarks/results/throughput-{report.device_slug()}.json")
+    header, rows = report.begun(out, report.header(weights="random"))
+    params: Params = init(config, random_key(0), "bfloat16")
+    policies, sizes = args.policies.split(","), list(map(int, args.rows.split(",")))
+    for policy, size in zip(policies, sizes * (len(policies) // len(sizes)), strict=True):
+        batch = Batch(
+            params,
+            policy,
+            rows=size,
+            prompt_len=max(len(job.prompt) for job in jobs),
+            max_new_tokens=max(job.max_new_tokens for job in jobs),
+            ends=1,
+            mesh=args.mesh,
+        )
+        start = time.perf_counter()
+        predicted = batch.compile([len(job.prompt) for job in jobs], args.jobs)
+        compiled = time.perf_counter() - start
+        first = run(batch, jobs[:: max(len(jobs) // 16, 1)], args.steps)
+        found = run(batch, jobs, args.steps)
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        row = {
+            "program": "kvjax",
+            "workload": workload,
+            "policy": policy,
+            "rows": size,
+            "shape": args.shape,
+            "layers": config.num_layers,
+            **found,
+            "row_bytes": batch.row_bytes,
+            "compile_s": compiled,
+            "warm_up_s": first["seconds"],
+            "predicted_bytes": predicted,
+            "peak_bytes": peak,
+        }
+        rows = [
+            old
+            for old in rows
+            if any(old.get(k) != row[k] for k in ("program", "workload", "policy", "rows", "layers"))
+        ]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        report.write(out, header, rows)
+        del batch
+        gc.collect()
+    if args.peer is not None:
+        rows += [json.loads(line) for line in args.peer.read_text(encoding="utf-8").splitlines() if line.strip()]
+        report.write(out, header, rows)
+
+
+if __name__ == "__main__":
+    main()
