@@ -185,7 +185,9 @@ class Batch:
             yield reading, left == 0
 
     def reset(self) -> None:
-        """Begin with empty rows."""
+        """Begin with empty rows. The memory of the rows before is freed first."""
+        for leaf in jax.tree.leaves(self.__dict__.pop("state", None)):
+            leaf.delete()
         self.state = programs.empty(self.policy, self.specs, self._request([]))
 
     def insert(self, reading: Reading, job: Job, row: int) -> First:
