@@ -141,6 +141,7 @@ class Batch:
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling = frozenset(sampling)
         self._shorter: dict[int, bool] = {}
+        self._nothing: Reading | None = None
         self.state: Rows
         self.reset()
 
@@ -195,6 +196,14 @@ class Batch:
         to = jnp.asarray([row], jnp.int32)
         self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, self._request([job]), to)
         return First(*_on_the_way(first))
+
+    def release(self, row: int) -> None:
+        """Empty a row that has ended, so that attention does not read its tokens any longer."""
+        if self._nothing is None:
+            one = jnp.zeros((1,), jnp.int32)
+            logits = jnp.zeros((1, self.engine.config.vocab_size), jnp.float32)
+            self._nothing = programs.begin(self.policy, self.reader, one, logits)
+        self.insert(self._nothing, _NOTHING, row)
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""

@@ -39,6 +39,7 @@ class Runner(Protocol):
     def reading(self, job: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int) -> Any: ...
     def serve(self, count: int, stop: Any = (), *, leave: bool = False) -> Any: ...
+    def release(self, row: int) -> None: ...
     def reset(self) -> None: ...
 
 
@@ -99,6 +100,7 @@ class Scheduler:
         self._ready: tuple[Ticket, Any] | None = None
         self._under_way: deque[_Started | _Served] = deque()
         self._stopped: set[int] = set()
+        self._ended: set[int] = set()
         self.row_steps = self.delivered = 0
 
     @property
@@ -132,6 +134,7 @@ class Scheduler:
         """
         try:
             self._fill()
+            self._release()
             self._dispatch()
             return self._take()
         except Exception as error:
@@ -150,6 +153,7 @@ class Scheduler:
             if ticket.ended is not None:
                 continue
             row = self._free.pop()
+            self._ended.discard(row)
             first = self.batch.insert(reading, ticket.job, row)
             self._owners[row] = ticket
             if not len(ticket.job.given):
@@ -175,6 +179,14 @@ class Scheduler:
         if complete:
             self._ready, self._reading = (ticket, reading), None
         return True
+
+    def _release(self) -> None:
+        """Empty rows that have ended and that no prompt waits for."""
+        for row in self._ended if not self.waiting else ():
+            if row in self._free:
+                self.batch.release(row)
+        if not self.waiting:
+            self._ended.clear()
 
     def _dispatch(self) -> None:
         live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
@@ -234,6 +246,7 @@ class Scheduler:
                 self._stopped.discard(row)
                 del self._owners[row]
                 self._free.append(row)
+                self._ended.add(row)
 
     def _add(self, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
         ticket.tokens += tokens
@@ -251,6 +264,7 @@ class Scheduler:
         self._owners.clear()
         self._under_way.clear()
         self._stopped.clear()
+        self._ended.clear()
         self._free = list(range(self.batch.rows))[::-1]
         self.batch.reset()
         return list(lost.values())
