@@ -136,6 +136,8 @@ class TreeKV(Policy):
         Returns:
             The mask, and the scope afterwards.
         """
+        if isinstance(self.budget, int) and live.shape[-1] <= self.budget:  # no row can exceed its budget
+            return jnp.ones(scores.shape, bool), scope
         recent, tree, budget = self.regions(total)
         recent = jnp.maximum(recent, jnp.minimum(observers if observers > 1 else 0, tree + recent))[:, None]
         tree = budget[:, None] - self.sinks - recent

@@ -30,8 +30,11 @@ from kvjax.runtime.engine import Engine, blocks, program_bytes
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Greedy, Sampler, Sampling
 
+READ_PARTS = 1, 2, 3, 4, 6, 8
+"""Eighths of the longest prompt that prompts are padded to when they are read whole. There is a program for each."""
+
 LEAST_READ = 128
-"""Least number of places that a prompt is padded to."""
+"""Such sizes are rounded up to a multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,23 +155,24 @@ class Batch:
 
     def read(self, job: Job) -> Reading:
         """Prefill a job's prompt, whole."""
-        size = self.read_size(len(job.prompt))
-        tokens, lengths = decoding.padded([job.prompt], size)
-        total = jnp.asarray([job.total], jnp.int32)
+        tokens = np.zeros((1, self.read_size(len(job.prompt))), np.int32)
+        tokens[0, : len(job.prompt)] = job.prompt
+        lengths, total = _numbers([len(job.prompt)]), _numbers([job.total])
         return programs.read(self.policy, self.reader, self.weights, tokens, lengths, total)
 
     def read_size(self, length: int) -> int:
         """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
         most = self.reader[0].prompt_len
-        size = min(max(1 << max(length - 1, 1).bit_length(), LEAST_READ), most)
+        sizes = (-(-most * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
+        size = min(next(size for size in sizes if size >= length), most)
         if size not in self._shorter:
             self._shorter[size] = _reads_shorter(self.policy, self.reader, self.weights, size)
         return size if self._shorter[size] else most
 
     def read_blocks(self, job: Job) -> Iterator[Reading]:
         """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
-        total = jnp.asarray([job.total], jnp.int32)
-        logits = jnp.zeros((1, self.engine.config.vocab_size), jnp.float32)
+        total = _numbers([job.total])
+        logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
         reading = programs.begin(self.policy, self.reader, total, logits)
         for block in blocks([job.prompt], self.engine.block):
             given = decoding.padded(block, self.engine.block)
@@ -193,16 +197,15 @@ class Batch:
 
     def insert(self, reading: Reading, job: Job, row: int) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again."""
-        to = jnp.asarray([row], jnp.int32)
-        self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, self._request([job]), to)
+        request, to = self._request([job]), _numbers([row])
+        self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, request, to)
         return First(*_on_the_way(first))
 
     def release(self, row: int) -> None:
         """Empty a row that has ended, so that attention does not read its tokens any longer."""
         if self._nothing is None:
-            one = jnp.zeros((1,), jnp.int32)
-            logits = jnp.zeros((1, self.engine.config.vocab_size), jnp.float32)
-            self._nothing = programs.begin(self.policy, self.reader, one, logits)
+            logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
+            self._nothing = programs.begin(self.policy, self.reader, _numbers([0]), logits)
         self.insert(self._nothing, _NOTHING, row)
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
@@ -214,9 +217,9 @@ class Batch:
             self.specs,
             self.weights,
             self.state,
-            jnp.asarray(count, jnp.int32),
-            jnp.asarray(ending),
-            jnp.asarray(leave),
+            np.asarray(count, np.int32),
+            ending,
+            np.asarray(leave),
         )
         return Call(*_on_the_way(call))
 
@@ -260,18 +263,18 @@ class Batch:
     def _request(self, jobs: Sequence[Job]) -> Request:
         """The jobs as arrays; without jobs, one row each that asks for nothing."""
         count = len(jobs) or self.rows
-        given = np.zeros((count, self.given), np.int32)
-        ends = np.full((count, self.ends), -1, np.int32)
+        given: Any = np.zeros((count, self.given), np.int32)
+        ends: Any = np.full((count, self.ends), -1, np.int32)  # arrays are NumPy's: programs take them faster
         for i, job in enumerate(jobs):
             given[i, : len(job.given)] = job.given
             ends[i, : len(job.ends)] = job.ends
         return Request(
-            seed=jnp.asarray([job.seed for job in jobs] or [0] * count, jnp.uint32),
-            limit=jnp.asarray([job.total for job in jobs] or [0] * count, jnp.int32),
-            ends=jnp.asarray(ends),
+            seed=np.asarray([job.seed for job in jobs] or [0] * count, np.uint32),
+            limit=_numbers([job.total for job in jobs] or [0] * count),
+            ends=ends,
             sampler=self._sampler([job.sampler for job in jobs] or [Greedy()] * count),
-            given=jnp.asarray(given),
-            given_count=jnp.asarray([len(job.given) for job in jobs] or [0] * count, jnp.int32),
+            given=given,
+            given_count=_numbers([len(job.given) for job in jobs] or [0] * count),
         )
 
     def _sampler(self, samplers: Sequence[Greedy | Sampling]) -> Sampler:
@@ -280,21 +283,24 @@ class Batch:
             return Greedy()
 
         def numbers(name: str, none: float, dtype: Any) -> Any:
-            if name not in self.sampling:
+            if name not in self.sampling and name != "temperature":
                 return None
             found = (getattr(sampler, name, None) for sampler in samplers)
-            return jnp.asarray([none if number is None else number for number in found], dtype)
+            return np.asarray([none if number is None else number for number in found], dtype)
 
-        temperature = numbers("temperature", 0.0, jnp.float32)
         return Sampling(
-            temperature=jnp.zeros(len(samplers), jnp.float32) if temperature is None else temperature,
-            top_k=numbers("top_k", np.iinfo(np.int32).max, jnp.int32),
-            top_p=numbers("top_p", 1.0, jnp.float32),
-            min_p=numbers("min_p", 0.0, jnp.float32),
+            temperature=numbers("temperature", 0.0, np.float32),
+            top_k=numbers("top_k", np.iinfo(np.int32).max, np.int32),
+            top_p=numbers("top_p", 1.0, np.float32),
+            min_p=numbers("min_p", 0.0, np.float32),
         )
 
 
 _NOTHING = Job((), 0)
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    return np.asarray(values, np.int32)
 
 
 def _shape(x: Any) -> Any:
