@@ -144,7 +144,7 @@ class Batch:
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling = frozenset(sampling)
         self._shorter: dict[int, bool] = {}
-        self._nothing: Reading | None = None
+        self._nothing: Any = None
         self.state: Rows
         self.reset()
 
@@ -268,8 +268,9 @@ class Batch:
         for i, job in enumerate(jobs):
             given[i, : len(job.given)] = job.given
             ends[i, : len(job.ends)] = job.ends
+        seeds: Any = np.asarray([job.seed for job in jobs] or [0] * count, np.uint32)
         return Request(
-            seed=np.asarray([job.seed for job in jobs] or [0] * count, np.uint32),
+            seed=seeds,
             limit=_numbers([job.total for job in jobs] or [0] * count),
             ends=ends,
             sampler=self._sampler([job.sampler for job in jobs] or [Greedy()] * count),
