@@ -283,7 +283,7 @@ class Batch:
         if not self.sampling:
             return Greedy()
 
-        def numbers(name: str, none: float, dtype: Any) -> Any:
+        def numbers(name: str, none: int | float, dtype: Any) -> Any:
             if name not in self.sampling and name != "temperature":
                 return None
             found = (getattr(sampler, name, None) for sampler in samplers)
