@@ -53,9 +53,13 @@ def caches(batch: Batch, row: int) -> list[np.ndarray]:
     return [np.asarray(x[row]) for x in jax.tree.leaves(batch.state.caches)]
 
 
-@functools.cache
-def running(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
-    """A batch, and what each job gives alone in it."""
+@pytest.fixture(scope="module")
+def running(tiny) -> Any:
+    """For a policy: a batch, and what each job gives alone in it."""
+    return functools.cache(lambda policy: lone(policy, tiny))
+
+
+def lone(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
     batch = Batch(params, policy, rows=ROWS, prompt_len=LONGEST, max_new_tokens=NEW, given=GIVEN)
     alone = []
     for i, job in enumerate(jobs()):
@@ -88,8 +92,7 @@ def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
     return ran
 
 
-def check(policy: Policy, params: Any, seeds: range) -> None:
-    batch, alone = running(policy, params)
+def check(batch: Batch, alone: list[Ran], seeds: range) -> None:
     for job, ran in zip(jobs(), alone, strict=True):
         ended = bool(job.ends) and ran.tokens[-1][0] == job.ends[0]
         assert ended or len(ran.tokens) == job.max_new_tokens
@@ -104,22 +107,22 @@ named = pytest.mark.parametrize("policy", [pytest.param(policy, id=policy.info.n
 
 
 @named
-def test_rows_are_those_of_the_row_alone(policy, tiny):
+def test_rows_are_those_of_the_row_alone(policy, running):
     """Tokens, log-probabilities and all arrays of the caches, bit for bit."""
-    check(policy, tiny, range(5))
+    check(*running(policy), range(5))
 
 
 @pytest.mark.slow
 @named
-def test_many_schedules(policy, tiny):
-    check(policy, tiny, range(5, 55))
+def test_many_schedules(policy, running):
+    check(*running(policy), range(5, 55))
 
 
 @pytest.mark.slow
 @named
-def test_rows_are_those_of_generate(policy, tiny):
+def test_rows_are_those_of_generate(policy, running, tiny):
     """Up to rounding, of which tokens are not a matter here."""
-    _, alone = running(policy, tiny)
+    _, alone = running(policy)
     for job, ran in zip(jobs(), alone, strict=True):
         options = {"max_new_tokens": job.max_new_tokens, "question": list(job.given) or None, "seed": job.seed}
         want = kvjax.generate(tiny, job.prompt, policy, ignore_eos=True, **options)

@@ -135,8 +135,7 @@ class Scheduler:
         try:
             self._fill()
             self._release()
-            self._dispatch()
-            return self._take()
+            return self._take(keep_last=self._dispatch())
         except Exception as error:
             return self._fail(error)
 
@@ -154,8 +153,8 @@ class Scheduler:
                 continue
             row = self._free.pop()
             self._ended.discard(row)
-            first = self.batch.insert(reading, ticket.job, row)
             self._owners[row] = ticket
+            first = self.batch.insert(reading, ticket.job, row)
             if not len(ticket.job.given):
                 self._under_way.append(_Started(ticket, first))
 
@@ -188,22 +187,24 @@ class Scheduler:
         if not self.waiting:
             self._ended.clear()
 
-    def _dispatch(self) -> None:
+    def _dispatch(self) -> bool:
+        """Dispatch a call that decodes, if there are rows for it. Returns whether another one may follow it."""
         live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
         stop = [row for row, ticket in live.items() if ticket.ended is not None]
         self._stopped.update(stop)
-        if len(live) > len(stop):
-            leave = bool(self._waiting or self._reading or self._ready)
+        leave = bool(self._waiting or self._reading or self._ready)
+        if live:
             self._under_way.append(_Served(dict(live), self.batch.serve(self.steps, stop, leave=leave)))
+        return any(ticket.ended is None and (leave or self._left(ticket) > self.steps) for ticket in live.values())
 
-    def _take(self) -> list[Ticket]:
-        """Take all results but those of the call that was dispatched last, if another may follow it."""
+    def _take(self, *, keep_last: bool) -> list[Ticket]:
+        """Take all results, or all but those of the last call, which the device may still compute."""
         changed: dict[int, Ticket] = {}
         calls = sum(isinstance(each, _Served) for each in self._under_way)
         while self._under_way:
             each = self._under_way[0]
             if isinstance(each, _Served):
-                if calls == 1 and self._goes_on(each):
+                if calls == 1 and keep_last:
                     break
                 calls -= 1
                 self._under_way.popleft()
@@ -217,12 +218,6 @@ class Scheduler:
                     )
                 changed[id(ticket)] = ticket
         return list(changed.values())
-
-    def _goes_on(self, last: _Served) -> bool:
-        """Whether some row has something to do after this call."""
-        return any(ticket.ended is None and self._left(ticket) > self.steps for ticket in last.owners.values()) or bool(
-            self._waiting or self._reading or self._ready
-        )
 
     @staticmethod
     def _left(ticket: Ticket) -> int:

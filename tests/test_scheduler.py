@@ -1,0 +1,219 @@
+"""The scheduler of a running batch, against a model of what it drives, with no device."""
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.scheduler import Scheduler, Ticket
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """A job of the fake batch: it samples `name`, `name + 1`, … until `stops` tokens, or as many as are allowed."""
+
+    name: int
+    max_new_tokens: int
+    blocks: int = 1
+    stops: int | None = None
+    given: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return () if self.stops is None else (self.name + self.stops - 1,)
+
+    @property
+    def tokens(self) -> list[int]:
+        count = self.max_new_tokens if self.stops is None else min(self.stops, self.max_new_tokens)
+        return list(range(self.name, self.name + count))
+
+
+class FakeBatch:
+    """What `Batch` does, in lists. It checks that a row is inserted into only when its tokens are not waited for."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.fails = ""
+        self.reset()
+
+    def reset(self) -> None:
+        self.left: list[list[int]] = [[] for _ in range(self.rows)]
+        self.live = [False] * self.rows
+
+    def _check(self, what: str) -> None:
+        if self.fails == what:
+            self.fails = ""
+            raise RuntimeError(f"{what} failed")
+
+    def reading(self, job: Wish) -> Iterator[tuple[Any, bool]]:
+        for left in reversed(range(job.blocks)):
+            self._check("reading")
+            yield job, left == 0
+
+    def insert(self, reading: Wish, job: Wish, row: int) -> Any:
+        self._check("insert")
+        assert reading is job
+        assert not self.live[row]
+        first, *rest = job.tokens
+        self.left[row] = [first, *rest] if job.given else rest
+        self.live[row] = bool(self.left[row])
+        return First(np.asarray([first]), np.asarray([0.0]))
+
+    def release(self, row: int) -> None:
+        assert not self.live[row]
+
+    def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Any:
+        self._check("serve")
+        for row in stop:
+            self.live[row] = False
+        tokens, filled, steps, begun = np.zeros((self.rows, count), int), np.zeros(self.rows, int), 0, sum(self.live)
+        while steps < count and any(self.live) and not (leave and sum(self.live) < begun):
+            for row in np.flatnonzero(self.live):
+                tokens[row, filled[row]] = self.left[row].pop(0)
+                filled[row] += 1
+                self.live[row] = bool(self.left[row])
+            steps += 1
+        return Call(tokens, np.zeros(tokens.shape), filled, np.asarray(self.live), np.asarray(steps))
+
+
+@dataclasses.dataclass
+class First:
+    token: Any
+    logprob: Any
+
+
+def Call(*arrays: Any) -> tuple[Any, ...]:
+    return arrays
+
+
+class Schedules(RuleBasedStateMachine):
+    """Jobs come, are cancelled and fail in any order. Each ends once, with its own tokens."""
+
+    @initialize(rows=st.integers(1, 4), steps=st.integers(1, 5), blocks=st.integers(1, 3))
+    def begin(self, rows: int, steps: int, blocks: int) -> None:
+        self.batch = FakeBatch(rows)
+        self.scheduler = Scheduler(self.batch, steps=steps, block_calls=blocks)
+        self.tickets: list[Ticket] = []
+        self.broken = self.cancelled = 0
+
+    @rule(new=st.integers(1, 9), blocks=st.integers(1, 4), stops=st.none() | st.integers(1, 9), given=st.booleans())
+    def submit(self, new: int, blocks: int, stops: int | None, given: bool) -> None:
+        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else ())
+        self.tickets.append(self.scheduler.submit(wish))
+
+    @rule(turns=st.integers(1, 4))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.scheduler.turn()
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.tickets:
+            ticket = data.draw(st.sampled_from(self.tickets))
+            self.cancelled += ticket.ended is None
+            self.scheduler.cancel(ticket)
+
+    @rule(what=st.sampled_from(["reading", "insert", "serve"]))
+    def break_down(self, what: str) -> None:
+        self.batch.fails = what
+        self.broken += 1
+
+    @invariant()
+    def tokens_are_those_of_the_job(self) -> None:
+        for ticket in getattr(self, "tickets", []):
+            whole = ticket.job.tokens
+            assert ticket.tokens == whole[: len(ticket.tokens)]
+            if ticket.ended in ("eos", "length"):
+                assert ticket.tokens == whole
+                assert ticket.ended == ("eos" if ticket.job.ends and whole[-1] == ticket.job.ends[0] else "length")
+            if ticket.ended == "failed":
+                assert ticket.error is not None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tickets"):
+            return
+        self.batch.fails = ""
+        for _ in range(200):
+            if not self.scheduler.busy:
+                break
+            self.scheduler.turn()
+        assert not self.scheduler.busy
+        assert all(ticket.ended is not None for ticket in self.tickets)
+        assert sum(ticket.ended == "cancelled" for ticket in self.tickets) == self.cancelled
+        if not self.broken:
+            assert not any(ticket.ended == "failed" for ticket in self.tickets)
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_first_come_first_served() -> None:
+    batch = FakeBatch(2)
+    scheduler = Scheduler(batch, steps=2)
+    tickets = [scheduler.submit(Wish(1000 * i, 2 + i)) for i in range(6)]
+    ended = []
+    while scheduler.busy:
+        ended += [ticket for ticket in scheduler.turn() if ticket.ended]
+    assert ended == tickets
+
+
+def test_long_prompts_do_not_hold_up_live_rows() -> None:
+    """Between two calls that decode at most one block is read."""
+    batch = FakeBatch(2)
+    scheduler = Scheduler(batch, steps=1)
+    first = scheduler.submit(Wish(0, 8))
+    scheduler.turn()
+    scheduler.submit(Wish(1000, 3, blocks=5))
+    for turn in range(1, 5):
+        scheduler.turn()
+        assert len(first.tokens) == turn + 1 if turn > 1 else len(first.tokens) >= 1
+
+
+def test_one_prompt_that_fails_does_not_fail_others() -> None:
+    batch = FakeBatch(2)
+    scheduler = Scheduler(batch)
+    good = scheduler.submit(Wish(0, 5))
+    scheduler.turn()
+    batch.fails = "reading"
+    bad = scheduler.submit(Wish(1000, 5))
+    while scheduler.busy:
+        scheduler.turn()
+    assert (good.ended, good.tokens) == ("length", [0, 1, 2, 3, 4])
+    assert bad.ended == "failed"
+    assert str(bad.error) == "reading failed"
+
+
+def test_a_batch_that_fails_begins_anew() -> None:
+    batch = FakeBatch(1)
+    scheduler = Scheduler(batch, steps=1)
+    lost, waits = scheduler.submit(Wish(0, 5)), scheduler.submit(Wish(1000, 2))
+    scheduler.turn()
+    batch.fails = "serve"
+    while scheduler.busy:
+        scheduler.turn()
+    assert lost.ended == "failed"
+    assert (waits.ended, waits.tokens) == ("length", [1000, 1001])
+
+
+@pytest.mark.parametrize("policy", ["full", "rkv:40"])
+def test_jobs_through_few_rows(policy, tiny) -> None:
+    """Each gives what it gives in a batch with a row for each."""
+    random = np.random.default_rng(5)
+    jobs = [Job(random.integers(0, 64, random.integers(5, 64)).tolist(), int(random.integers(1, 30))) for _ in range(9)]
+
+    def run(rows: int) -> list[list[int]]:
+        scheduler = Scheduler(Batch(tiny, policy, rows=rows, prompt_len=64, max_new_tokens=30), steps=8)
+        tickets = [scheduler.submit(job) for job in jobs]
+        while scheduler.busy:
+            scheduler.turn()
+        assert all(ticket.ended == "length" for ticket in tickets)
+        return [ticket.tokens for ticket in tickets]
+
+    assert run(2) == run(9)
