@@ -73,11 +73,12 @@ def examples() -> list[tuple[str, str]]:
     """The examples in docstrings of the package, by file."""
     root = Path(kvjax.__file__).parent
     found = []
-    for file in root.rglob("*.py"):
+    linked = [root / name for name in ("models", "conversion", "pallas_kernels")]  # `rglob` does not follow links
+    for file in {file.resolve() for folder in (root, *linked) for file in folder.rglob("*.py")}:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (said := ast.get_docstring(node)):
                 code = "".join(example.source for example in doctest.DocTestParser().get_examples(said))
-                found += [(str(file.relative_to(root)), code)] if code else []
+                found += [(file.name, code)] if code else []
     return found
 
 
