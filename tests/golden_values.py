@@ -26,6 +26,7 @@ from policies.facts import facts_of
 from policies.surrogates import model_inputs
 
 import kvjax
+from kvjax._util.any_rank import any_rank
 from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, abstract
 from kvjax.policies import (
@@ -111,7 +112,7 @@ def record(name: str, params: Params, prompts: list[list[int]]) -> dict[str, Any
 
     @jax.jit
     def held(caches: Any) -> Any:
-        slots = [layer.view(cache) for layer, cache in zip(engine.layers, caches, strict=True)]
+        slots = [any_rank(layer.view)(cache) for layer, cache in zip(engine.layers, caches, strict=True)]
         return [(each.pos, each.weight > 0) for each in slots]
 
     state, logprob = engine.prefill(prompts)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.policies import policies
-
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT = 600 * 1024
 """Bytes of a notebook with its outputs."""
@@ -87,13 +85,3 @@ def test_kvjax_is_installed_from_its_address_or_a_checkout():
 
 def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8").replace('\\"', '"')
-
-
-def test_a_list_of_policies_has_all_that_there_are():
-    """And those that the notebook itself registers."""
-    cells = json.loads((NOTEBOOKS[0].parent / "your_own_policy.ipynb").read_text(encoding="utf-8"))["cells"]
-    own = re.findall(r'PolicyInfo\("(\w+)"', "".join("".join(cell["source"]) for cell in cells))
-    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
-    said = "".join("".join(output.get("text", "")) for output in outputs)
-    (listed,) = re.findall(r"known: ([\w, ]+)\.", said)
-    assert listed.split(", ") == sorted([*policies(), *own])

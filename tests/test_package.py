@@ -1,7 +1,10 @@
 """The names that `import kvjax` offers."""
 
 import ast
+import doctest
+import functools
 import importlib
+import inspect
 import tomllib
 from pathlib import Path
 
@@ -64,3 +67,33 @@ def test_every_bundled_licence_is_declared() -> None:
 def test_other_names_are_not() -> None:
     with pytest.raises(AttributeError, match="'kvjax' has no attribute 'nope'"):
         kvjax.nope  # noqa: B018
+
+
+def examples() -> list[tuple[str, str]]:
+    """The examples in docstrings of the package, by file."""
+    root = Path(kvjax.__file__).parent
+    found = []
+    linked = [root / name for name in ("models", "conversion", "pallas_kernels")]  # `rglob` does not follow links
+    for file in {file.resolve() for folder in (root, *linked) for file in folder.rglob("*.py")}:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (said := ast.get_docstring(node)):
+                code = "".join(example.source for example in doctest.DocTestParser().get_examples(said))
+                found += [(file.name, code)] if code else []
+    return found
+
+
+def test_examples_in_docstrings_call_what_there_is() -> None:
+    """They need models, so they do not run here. Their names exist, and their calls have arguments that are taken."""
+    calls = 0
+    for file, code in examples():
+        for node in ast.walk(ast.parse(code)):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name.startswith("kvjax."):
+                function = functools.reduce(getattr, name.split(".")[1:], kvjax)
+                keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
+                try:
+                    inspect.signature(function).bind(*[None] * len(node.args), **keywords)
+                except TypeError as error:
+                    raise AssertionError(f"{file}: {ast.unparse(node)}: {error}") from None
+                calls += 1
+    assert calls >= 10

@@ -95,7 +95,7 @@ def softmax_over_slots(kept: LayerCache, query: Any, *, seen: Any) -> np.ndarray
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_slots_come_back_in_order(devices: int) -> None:
     kept = held([50, 7])
-    ordered = sharded.in_order(sharded.shard_order(np.asarray(kept.k), devices), devices, 96)
+    ordered = sharded.global_order(sharded.shard_order(np.asarray(kept.k), devices), devices, 96)
     np.testing.assert_array_equal(ordered, kept.k)
     back = on(devices, lambda x: cache.gathered(cache.shard_slots(x, devices)), kept)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(kept), strict=True):
