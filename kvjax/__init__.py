@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .runtime.generation import GenerationStats as GenerationStats
     from .runtime.generation import Reply as Reply
     from .runtime.generation import generate as generate
+    from .runtime.generation import iterate as iterate
     from .runtime.generation import stream as stream
     from .runtime.session import Session as Session
 
@@ -83,6 +84,7 @@ _NAMES = {
         "GenerationStats",
         "Reply",
         "generate",
+        "iterate",
         "stream",
     ),
     "runtime.session": ("Session",),

@@ -145,8 +145,11 @@ class _Served(Run):
     def engine_for(self, rows: Sequence[Row]) -> Engine:
         return self.engine
 
+    def runs_continuously(self) -> bool:
+        return False
+
     def most_tokens(self, row: Row) -> int:
-        return self.request.max_new_tokens  # the programs have only one rotation
+        return row.request.max_new_tokens  # the programs have only one rotation
 
     def groups(self) -> list[list[int]]:
         batch, rows = self.engine.batch, range(len(self.rows))

@@ -90,6 +90,8 @@ class Call(NamedTuple):
 class Batch:
     """A running batch.
 
+    Nothing is allocated before the first row is inserted.
+
     Args:
         model, policy, budget, dtype, mesh: as for `kvjax.Engine`. The policy must not be `offloaded`, and the mesh must
             not have an axis "data".
@@ -145,8 +147,7 @@ class Batch:
         self.sampling = frozenset(sampling)
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
-        self.state: Rows
-        self.reset()
+        self.state: Rows | None = None
 
     @property
     def weights(self) -> Params:
@@ -191,12 +192,20 @@ class Batch:
 
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
-        for leaf in jax.tree.leaves(self.__dict__.pop("state", None)):
-            leaf.delete()
+        self.free()
         self.state = programs.empty(self.policy, self.specs, self._request([]))
+
+    def free(self) -> None:
+        """Free the memory of all rows."""
+        state, self.state = self.state, None
+        for leaf in jax.tree.leaves((state, self._nothing)):
+            leaf.delete()
+        self._nothing = None
 
     def insert(self, reading: Reading, job: Job, row: int) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again."""
+        if self.state is None:
+            self.reset()
         request, to = self._request([job]), _numbers([row])
         self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, request, to)
         return First(*_on_the_way(first))
@@ -239,7 +248,8 @@ class Batch:
             Peak device memory in bytes while the batch runs, according to XLA's memory analysis.
         """
         shape = jax.ShapeDtypeStruct
-        state, requests = (jax.tree.map(_shape, x) for x in (self.state, self._request([_NOTHING])))
+        requests = jax.tree.map(_shape, self._request([_NOTHING]))
+        state = programs.empty.shapes(self.policy, self.specs, self._request([]))
         one, count, flag = shape((1,), jnp.int32), shape((), jnp.int32), shape((), bool)
         logits = shape((1, self.engine.config.vocab_size), jnp.float32)
         reading = jax.tree.map(_shape, programs.begin.shapes(self.policy, self.reader, one, logits))

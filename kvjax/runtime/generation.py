@@ -23,11 +23,13 @@ from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.growing_text import GrowingText
+from kvjax.runtime.many import runs_continuously, through_batches
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
 from kvjax.runtime.prompts import Message, PromptLike, Question, asked_in_chats, question_ids, refuse_rows, token_ids
-from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, row_seeds
+from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, check_requests, row_seeds
+from kvjax.runtime.sampling import Greedy
 
 StopReason = Literal["eos", "length", "stop"]
 
@@ -173,23 +175,29 @@ def generate(
     prompt: PromptLike | Sequence[PromptLike],
     policy: str | Policy = "full",
     budget: int | float | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    ignore_eos: bool = False,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | Sequence[float | None] | None = None,
+    min_p: float | Sequence[float | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    ignore_eos: bool | Sequence[bool] = False,
     question: Question | Sequence[Question] | None = None,
     prefill_block: int | None = None,
     mesh: Mesh | str | None = None,
     progress: Callable[[int, int], Any] | None = None,
+    rows: int | None = None,
+    max_total_tokens: int | None = None,
 ) -> Generation | list[Generation]:
-    """Continue one prompt, or several as a batch.
+    """Continue one prompt, or a list of them.
 
-    All arguments are checked before anything is compiled or run. Numbers may be from Python, NumPy or JAX.
+    A long list runs through a batch of as many rows as fit the memory: when a sequence ends, the next prompt takes its
+    row. See `iterate` for results as they finish.
+
+    All arguments are checked before anything is compiled or run. Numbers may be from Python, NumPy or JAX. For a list of
+    prompts, options from `max_new_tokens` to `ignore_eos` may be lists, with one value for each prompt.
 
     Args:
         params: a model from `kvjax.load`.
@@ -220,7 +228,11 @@ def generate(
             need the whole prompt do not support blocks.
         mesh: devices to run on, as for `kvjax.Engine`. Load the weights onto it (`kvjax.load(..., mesh=...)`);
             otherwise each call shards them again.
-        progress: called after each block of chunked prefill with the number of finished blocks and of all blocks.
+        progress: called after each block of chunked prefill with the number of finished blocks and of all blocks. For
+            long lists, called with the number of finished prompts and of all prompts.
+        rows: number of rows through which the prompts of a list run. By default as many as fit, up to 256. With the
+            same `rows` and `max_total_tokens`, a prompt's result does not depend bit for bit on the others.
+        max_total_tokens: maximum length of a sequence, to which caches are allocated. By default that of the longest.
 
     Returns:
         A `Generation`, or a list of them for a list of prompts.
@@ -234,8 +246,67 @@ def generate(
         >>> params = kvjax.load()
         >>> kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text
     """
-    request = check_request(params, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos)
-    return Run(params, prompt, policy, budget, request, question, prefill_block, mesh=mesh, progress=progress).finish()
+    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop}
+    request = check_requests(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
+    how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
+    return Run(params, prompt, policy, budget, request, question, prefill_block, **how).finish()
+
+
+def iterate(
+    params: Params,
+    prompts: Sequence[PromptLike],
+    policy: str | Policy = "full",
+    budget: int | float | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    *,
+    question: Sequence[Question] | None = None,
+    prefill_block: int | None = None,
+    mesh: Mesh | str | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+    rows: int | None = None,
+    max_total_tokens: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[int, Generation]]:
+    """Continue a list of prompts, and yield each result when it has finished.
+
+    Args:
+        params, prompts, policy, budget, max_new_tokens, question: as for `generate`.
+        prefill_block, mesh, progress, rows, max_total_tokens: as for `generate`.
+        options: other options of `generate`.
+
+    Yields:
+        The index of a prompt in the list, and its `Generation`, whose statistics are those of the call so far.
+
+    Raises:
+        ValueError, PolicyError: as `generate`, before anything runs.
+
+    Example:
+        >>> for i, result in kvjax.iterate(params, ["Once upon a time", "Call me"], max_new_tokens=[8, 64]):
+        ...     print(i, result.text)
+    """
+    request = check_requests(params, max_new_tokens, **options)
+    how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
+    run = Run(params, prompts, policy, budget, request, question, prefill_block, **how, continuous=True)
+    if run.single:
+        raise ValueError("prompts is one prompt; give a list of prompts, or call generate")
+    return _as_completed(run)
+
+
+def _as_completed(run: "Run") -> Iterator[tuple[int, Generation]]:
+    left = list(range(len(run.rows)))
+
+    def finished() -> Iterator[tuple[int, Generation]]:
+        ended = [i for i in left if run.rows[i].stop_reason is not None]
+        results = run.generations() if ended else []
+        for i in ended:
+            left.remove(i)
+            yield i, results[i]
+
+    for _ in run.chunks(decoding.CHUNK):
+        yield from finished()
+    for i in left:
+        run.rows[i].stop_reason = run.rows[i].stop_reason or "length"
+    yield from finished()
 
 
 def stream(
@@ -288,6 +359,10 @@ def _pieces(run: "Run") -> Iterator[str]:
     return run.generations()[0]
 
 
+def _one_each(request: Request, count: int) -> list[Request]:
+    return [dataclasses.replace(request, seed=seed) for seed in row_seeds(request.seed, range(count))]
+
+
 def _listed(values: list[Any]) -> str:
     return repr(values) if len(values) <= 8 else f"[{', '.join(map(short, values[:6]))}, … {len(values)} in all]"
 
@@ -326,11 +401,13 @@ class Row:
         tokens, logprobs: what has been sampled so far.
         stop_reason: None while the sequence is running.
         again: number of sampled tokens that were prefilled again when the rotation changed.
+        request: what is asked for. Its seed is that of this sequence.
     """
 
     prompt: list[int]
     question: list[int]
     tokenizer: Tokenizer | None
+    request: Request
     growing: GrowingText | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -347,10 +424,10 @@ class Row:
         """Tokens that are processed one by one after prefill."""
         return [] if self.again else self.question
 
-    def watch(self, stop: Sequence[str]) -> None:
+    def watch(self) -> None:
         """Decode the text token by token, up to the first stop string."""
         assert self.tokenizer is not None
-        self.growing = GrowingText(self.tokenizer, self.prompt + self.question, stop)
+        self.growing = GrowingText(self.tokenizer, self.prompt + self.question, self.request.stop)
 
     def text(self) -> str | None:
         """The new text; None if the model has no tokenizer."""
@@ -360,8 +437,9 @@ class Row:
             return self.growing.whole()
         return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], request: Request) -> None:
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append newly sampled tokens, up to the end of the sequence."""
+        request = self.request
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
                 return
@@ -384,15 +462,21 @@ class Run:
         prompt: Any,
         policy: str | Policy,
         budget: int | float | None,
-        request: Request,
+        request: Request | list[Request],
         question: Any = None,
         prefill_block: int | None = None,
         streamed: bool = False,
         mesh: Mesh | str | None = None,
         progress: Callable[[int, int], Any] | None = None,
         longest: int | None = None,
+        batch_rows: int | None = None,
+        max_total_tokens: int | None = None,
+        continuous: bool = False,
     ) -> None:
-        self.params, self.request, self.progress = params, request, progress
+        self.params, self.progress = params, progress
+        self.batch_rows = None if batch_rows is None else amount("rows", batch_rows)
+        self.max_total_tokens = None if max_total_tokens is None else amount("max_total_tokens", max_total_tokens)
+        self.continuous = continuous
         self.policy = get_policy(policy, budget=budget).bind(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
@@ -407,15 +491,22 @@ class Run:
             given = ([prompt], [question]) if self.single else (prompt, question)
             pairs = asked_in_chats(params, *given, list(zip(prompts, questions, strict=True)))
             prompts, questions = map(list, zip(*pairs, strict=True))
-        check_same(self.mesh, [*prompts, *questions], request, self.policy, prefill_block)
-        self.rows = [Row(*ids, params.tokenizer) for ids in zip(prompts, questions, strict=True)]
+        requests = request if isinstance(request, list) else _one_each(request, len(prompts))
+        if len(requests) != len(prompts):
+            raise ValueError(
+                f"options have {len(requests)} values, but there are {len(prompts)} prompts; give one value for all prompts, or one for each"
+            )
+        check_same(self.mesh, [*prompts, *questions], requests, self.policy, prefill_block)
+        pairs = zip(prompts, questions, requests, strict=True)
+        self.rows = [Row(ids, asked, params.tokenizer, own) for ids, asked, own in pairs]
         self._check_budgets()
         if prefill_block is None:
             longest, new = (max(map(count, self.rows)) for count in (lambda row: len(row.prompt), self._new_tokens))
             self.prefill_block = automatic_block(params, self.policy, self.shard, len(self.rows), longest, new)
         self._check_lengths()
-        for row in self.rows if streamed or request.stop else ():
-            row.watch(request.stop)
+        for row in self.rows:
+            if streamed or row.request.stop:
+                row.watch()
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.cache_bytes = self.full_cache_bytes = self.host_cache_bytes = self.step_bytes_read = 0
         self.repeated_cache_bytes = 0
@@ -430,10 +521,14 @@ class Run:
 
     def chunks(self, size: int) -> Iterator[None]:
         """Sample tokens for all sequences. Yields after every check on the host."""
-        if self.request.stop:
+        if any(row.request.stop for row in self.rows):
             size = min(size, STREAM_STEPS)
-        for group in self.groups():
-            with lost_processes(self.mesh):
+        with lost_processes(self.mesh):
+            if self.runs_continuously():
+                for _ in through_batches(self):
+                    yield
+                return
+            for group in self.groups():
                 yield from self._group_chunks(group, size)
 
     def generations(self) -> list[Generation]:
@@ -496,17 +591,29 @@ class Run:
 
     def _new_tokens(self, row: Row) -> int:
         """Maximum number of tokens after prefill."""
-        return len(row.read_next) + self.request.max_new_tokens - row.again
+        return len(row.read_next) + row.request.max_new_tokens - row.again
 
     def _total(self, row: Row) -> int:
         return len(row.read_first) + self._new_tokens(row)
 
+    def runs_continuously(self) -> bool:
+        """Whether the prompts run through a running batch, see `kvjax.runtime.many`."""
+        return runs_continuously(self)
+
     def groups(self) -> list[list[int]]:
-        """Group sequences that start with the same rotation and can share a batch. Only LongRoPE has two rotations."""
+        """Group sequences that can share a batch: they start with the same rotation, and are sampled alike.
+
+        Only LongRoPE has two rotations.
+        """
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
-            groups.setdefault(self.params.config.rope.resolve(self._given(row)), []).append(i)
-        return list(groups.values())
+            alike = dataclasses.replace(row.request, seed=0, sampler=Greedy())
+            numbers = tuple(jax.tree.leaves(jax.tree.map(float, row.request.sampler)))
+            kinds = jax.tree.structure(row.request.sampler)
+            rope = self.params.config.rope.resolve(self._given(row))
+            groups.setdefault((rope, alike, kinds, numbers), []).append(i)
+        size = self.batch_rows or len(self.rows)
+        return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
     def most_tokens(self, row: Row) -> int:
         """Maximum number of sampled tokens before a sequence ends or needs another rotation.
@@ -514,7 +621,7 @@ class Run:
         With LongRoPE, a sequence that outgrows the original window is prefilled again with the other rotation. Its
         samples then depend neither on `max_new_tokens` nor on other sequences. Hugging Face transformers does the same.
         """
-        most, window = self.request.max_new_tokens, self.params.config.rope.changes_after
+        most, window = row.request.max_new_tokens, self.params.config.rope.changes_after
         if window is None or row.again or self._given(row) > window:
             return most
         return min(most, window + 1 - self._given(row))
@@ -546,7 +653,7 @@ class Run:
             yield from self._chunks_until_done(left, size)
 
     def _wants_more(self, row: Row) -> bool:
-        return row.stop_reason is None and len(row.tokens) < self.request.max_new_tokens
+        return row.stop_reason is None and len(row.tokens) < row.request.max_new_tokens
 
     def _chunks_until_done(self, group: list[int], size: int) -> Iterator[None]:
         """Sample until each sequence is done, or has all tokens that this rotation allows."""
@@ -554,11 +661,13 @@ class Run:
         engine = self.engine_for(rows)
         idle = engine.batch - len(rows)
         last = rows[-1]
-        rows += [Row(last.read_first[:1], last.read_next[:1], None, stop_reason="length") for _ in range(idle)]
-        prompts, seeds = [row.read_first for row in rows], row_seeds(self.request.seed, [*group, *[0] * idle])
+        rows += [
+            Row(last.read_first[:1], last.read_next[:1], None, last.request, stop_reason="length") for _ in range(idle)
+        ]
+        prompts, seeds = [row.read_first for row in rows], [row.request.seed for row in rows]
         how = (
-            self.request.sampler,
-            self.request.eos,
+            last.request.sampler,
+            last.request.eos,
         )  # `stop_ids` end sequences on the host, so that they need no other program
         rest, new = [row.read_next for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
@@ -574,7 +683,7 @@ class Run:
         steps, before = 0, [len(tokens) - 1 for tokens in rest]  # steps before the first sample of each row
         while (sampled := steps - max(before)) < most and any(row.stop_reason is None for row in rows):
             yield
-            if self.request.stop or any(row.stop_reason is not None for row in rows):
+            if last.request.stop or any(row.stop_reason is not None for row in rows):
                 state = dataclasses.replace(state, done=jnp.asarray([row.stop_reason is not None for row in rows]))
             count = min(size, most - max(sampled, 0))
             with self._timed(engine, "decode_seconds"):
@@ -613,4 +722,4 @@ class Run:
         """Append the next `counts` samples to each sequence, up to its maximum."""
         for row, row_tokens, row_logprobs, count in zip(rows, tokens.tolist(), logprobs.tolist(), counts, strict=True):
             count = min(count, self.most_tokens(row) - len(row.tokens))
-            row.extend(row_tokens[:count], row_logprobs[:count], self.request)
+            row.extend(row_tokens[:count], row_logprobs[:count])

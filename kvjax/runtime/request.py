@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, plain, short, shown, whole
@@ -96,6 +97,40 @@ def check_request(
         eos=() if flag("ignore_eos", ignore_eos) else params.config.eos,
         stop_ids=() if params.tokenizer is None else _stop_ids(params.tokenizer, strings),
     )
+
+
+def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Request | list[Request]":
+    """`check_request`, or one request per prompt if an option is a list. Prompts without their own seed get consecutive ones.
+
+    Raises:
+        ValueError: as `check_request`, or lists have different lengths. For lists, the message names the prompt.
+    """
+    options["max_new_tokens"] = max_new_tokens
+    lists = {name: list(value) for name, value in options.items() if _is_list(name, value)}
+    if not lists:
+        return check_request(params, **options)
+    counts = {name: len(values) for name, values in lists.items()}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ValueError(
+            f"options have different numbers of values: {said}; give one value for all prompts, or one for each"
+        )
+    requests = []
+    for i in range(next(iter(counts.values()))):
+        own = {name: lists[name][i] if name in lists else value for name, value in options.items()}
+        if "seed" not in lists:
+            own["seed"] = whole("seed", options.get("seed", 0)) + i
+        try:
+            requests.append(check_request(params, **own))
+        except ValueError as error:
+            raise ValueError(f"prompt {i}: {error}") from None
+    return requests
+
+
+def _is_list(name: str, value: Any) -> bool:
+    if name == "stop":
+        return isinstance(value, list | tuple) and any(not isinstance(each, str) for each in value)
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray | jax.Array) and value.ndim == 1)
 
 
 def _stop_ids(tokenizer: Tokenizer, strings: Sequence[str]) -> tuple[int, ...]:

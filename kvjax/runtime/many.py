@@ -1,0 +1,190 @@
+"""Lists of prompts through running batches: as many rows as fit the memory, and prompts of like sizes together."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+from rich.filesize import decimal
+
+from kvjax.models.sharding import bytes_per_device
+from kvjax.policies import PolicyError
+from kvjax.policies.unbound import check_no_host_cache
+from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.memory import memory_limit
+from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.scheduler import Scheduler, Ticket
+
+if TYPE_CHECKING:
+    from kvjax.runtime.generation import Row, Run
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 256
+"""Maximum number of rows of a batch."""
+
+AT_ONCE = 16_384
+"""Up to this many tokens, padded prompts of a list are prefilled together, as one batch that starts and stops together."""
+
+STEPS = 16
+"""Decode steps of a call. Where texts end at strings, which the host finds, it is half of it."""
+
+APART = 4
+"""Prompts whose lengths differ by this factor are in different batches, if together fewer rows would fit."""
+
+SHARE = 0.95
+"""Share of the memory that is used at most."""
+
+
+def runs_continuously(run: "Run") -> bool:
+    """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
+    if run.single or run.shard.data > 1 or jax.process_count() > 1 or run.params.config.rope.changes_after is not None:
+        return False
+    try:
+        check_no_host_cache(run.policy)
+    except PolicyError:
+        return False
+    first = run.rows[0].request
+    alike = all(dataclasses.replace(row.request, seed=first.seed) == first for row in run.rows)
+    longest = max(len(row.prompt) for row in run.rows)
+    return run.continuous or run.batch_rows is not None or not alike or len(run.rows) * longest > AT_ONCE
+
+
+def through_batches(run: "Run") -> Iterator[list[int]]:
+    """Run all sequences of a call. Yields the indices of those that have new tokens."""
+    for group in _groups(run):
+        batch = _batch_for(run, [run.rows[i] for i in group])
+        yield from _through(run, batch, group)
+
+
+def _through(run: "Run", batch: Batch, group: Sequence[int]) -> Iterator[list[int]]:
+    watched = any(run.rows[i].growing is not None for i in group)
+    scheduler = Scheduler(batch, steps=STEPS // 2 if watched else STEPS)
+    # The longest answers begin first, so that the last rows do not run alone for long.
+    order = sorted(group, key=lambda i: -run.rows[i].request.max_new_tokens)
+    owners: dict[Ticket, int] = {scheduler.submit(_job(run.rows[i])): i for i in order}
+    done, begun = 0, time.perf_counter()
+    while scheduler.busy:
+        waiting = scheduler.waiting
+        changed = scheduler.turn()
+        now = time.perf_counter()
+        if waiting > scheduler.waiting:
+            run.prefill_seconds += now - begun
+        else:
+            run.decode_seconds += now - begun
+        begun = now
+        for ticket in changed:
+            row, new = run.rows[owners[ticket]], len(ticket.tokens)
+            if ticket.error is not None:
+                raise ticket.error
+            row.extend(ticket.tokens[len(row.tokens) : new], ticket.logprobs[len(row.tokens) : new])
+            if row.stop_reason is not None and ticket.ended is None:
+                scheduler.cancel(ticket)
+            elif ticket.ended == "length" and row.stop_reason is None:
+                row.stop_reason = "length"
+            done += ticket.ended is not None
+        if run.progress is not None and any(ticket.ended is not None for ticket in changed):
+            run.progress(done, len(group))
+        if changed:
+            yield [owners[ticket] for ticket in changed]
+    batch.free()
+
+
+def _job(row: "Row") -> Job:
+    request = row.request
+    return Job(row.prompt, request.max_new_tokens, row.question, request.seed, request.ends, request.sampler)
+
+
+def _groups(run: "Run") -> list[list[int]]:
+    """Indices of sequences that share a batch, those with short prompts first.
+
+    All are one batch unless a batch for the longest prompts has too few rows for the others.
+    """
+    order = sorted(range(len(run.rows)), key=lambda i: len(run.rows[i].prompt))
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and len(run.rows[i].prompt) <= APART * max(len(run.rows[groups[-1][0]].prompt), 128):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    joined = [groups[0]]
+    for group in groups[1:]:
+        both = joined[-1] + group
+        if _fits(run, [run.rows[i] for i in both]) >= min(len(both), MOST_ROWS // 8):
+            joined[-1] = both
+        else:
+            joined.append(group)
+    return joined
+
+
+def _fits(run: "Run", rows: Sequence["Row"]) -> int:
+    """Estimate of how many rows fit, before anything is compiled."""
+    limit = memory_limit(run.shard)
+    if limit is None:
+        return MOST_ROWS
+    free = SHARE * limit - bytes_per_device(run.params)
+    return max(int(free // _batch(run, rows, 1).row_bytes) - 1, 0)
+
+
+def _batch(run: "Run", rows: Sequence["Row"], count: int) -> Batch:
+    """A batch of `count` rows for these sequences."""
+    new = max(len(row.question) + row.request.max_new_tokens for row in rows)
+    longest = max(len(row.prompt) for row in rows)
+    if run.max_total_tokens is not None:
+        longest = max(run.max_total_tokens - new, longest)
+    kinds = {name for row in rows for name in ("temperature", "top_k", "top_p", "min_p") if _has(row, name)}
+    return Batch(
+        run.params,
+        run.policy,
+        rows=count,
+        prompt_len=longest,
+        max_new_tokens=new,
+        block=run.prefill_block,
+        given=max(len(row.question) for row in rows),
+        ends=max(max(len(row.request.ends) for row in rows), 1),
+        sampling=kinds,
+        mesh=run.mesh,
+    )
+
+
+def _has(row: "Row", name: str) -> bool:
+    return not isinstance(row.request.sampler, Greedy) and getattr(row.request.sampler, name) is not None
+
+
+def _batch_for(run: "Run", rows: Sequence["Row"]) -> Batch:
+    """A batch with as many rows as fit the memory, or as were asked for. Its programs are compiled."""
+    limit, count = memory_limit(run.shard), min(run.batch_rows or MOST_ROWS, len(rows))
+    if run.batch_rows is None:
+        count = min(count, _fits(run, rows))
+    if count < 1:
+        one = _batch(run, rows, 1).row_bytes
+        raise ValueError(
+            f"a cache of {decimal(one)} by {run.policy.info.name} for one sequence, its prefill and weights of "
+            f"{decimal(bytes_per_device(run.params))} exceed the {decimal(limit or 0)} of memory here; give shorter prompts, fewer new tokens, "
+            "a smaller budget, or another policy"
+        )
+    while True:
+        batch = _batch(run, rows, count)
+        before = batch.engine.compile_seconds
+        begun = time.perf_counter()
+        peak = batch.compile([len(row.prompt) for row in rows])
+        run.compile_seconds += time.perf_counter() - begun + before
+        over = 0 if limit is None or run.batch_rows is not None else peak - SHARE * limit
+        if over <= 0 or count == 1:
+            break
+        count = max(count - 1 - int(over // batch.row_bytes), 1)
+    log.info(
+        "%d prompts through %d rows of %s by %s; peak memory %s",
+        len(rows),
+        count,
+        decimal(batch.row_bytes),
+        run.policy.info.name,
+        decimal(peak),
+    )
+    run.cache_bytes += batch.row_bytes * count
+    run.full_cache_bytes += batch.engine.full_cache_bytes
+    run.step_bytes_read += batch.engine.step_bytes_read
+    run.repeated_cache_bytes += batch.engine.repeated_cache_bytes
+    return batch
