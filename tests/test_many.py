@@ -1,0 +1,154 @@
+"""Lists of prompts through running batches: each prompt gives what it gives alone, whatever the list."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.policies import PolicyError
+from kvjax.runtime import many, rows
+from kvjax.runtime.batch import Batch
+
+
+def prompts(count: int, longest: int = 60, seed: int = 5) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 64, random.integers(5, longest)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:40", "rkv:40"])
+def test_options_of_each_prompt(policy, tiny):
+    """A list of options gives each prompt its own, and `rows` fewer than prompts changes nothing but rounding."""
+    given, random = prompts(8), np.random.default_rng(1)
+    options = {
+        "max_new_tokens": random.integers(1, 20, 8).tolist(),
+        "temperature": [0.0, 1.5] * 4,
+        "top_k": [None, 5, 3, None] * 2,
+        "ignore_eos": [True, False] * 4,
+    }
+    got = kvjax.generate(tiny, given, policy, seed=7, rows=3, **options)
+    for i, (prompt, result) in enumerate(zip(given, got, strict=True)):
+        own = {name: values[i] for name, values in options.items()}
+        alone = kvjax.generate(tiny, prompt, policy, seed=7 + i, **own)
+        assert (result.tokens, result.stop_reason) == (alone.tokens, alone.stop_reason)
+        np.testing.assert_allclose(result.logprobs, alone.logprobs, atol=2e-5)
+
+
+def test_results_as_they_finish(tiny):
+    given = prompts(6)
+    found = list(kvjax.iterate(tiny, given, max_new_tokens=[30, 2, 2, 30, 2, 2], rows=2, ignore_eos=True))
+    order = [i for i, _ in found]
+    assert sorted(order) == list(range(6))
+    assert order[-1] in (0, 3, 4, 5)
+    for i, result in found:
+        assert (
+            result.tokens
+            == kvjax.generate(tiny, given[i], max_new_tokens=30, ignore_eos=True).tokens[: len(result.tokens)]
+        )
+
+
+def test_questions_and_stop_strings(talker):
+    """The question follows the compressed prompt; a text ends at its own strings."""
+    given = ["The sea is calm tonight. " * 3, "Once upon a time there was", "Call me"]
+    options = {"question": ["Why?", " a king", "!"], "stop": [[], ["e"], "a"], "max_new_tokens": 24}
+    got = kvjax.generate(talker, given, "snapkv:40", rows=2, **options)
+    for i, result in enumerate(got):
+        own = options | {"question": options["question"][i], "stop": options["stop"][i], "seed": i}
+        alone = kvjax.generate(talker, given[i], "snapkv:40", **own)
+        assert (result.text, result.tokens, result.stop_reason) == (alone.text, alone.tokens, alone.stop_reason)
+
+
+def test_sizes_fix_results_bit_for_bit(tiny):
+    """With the same rows and lengths, neither order nor company changes a result."""
+    given = prompts(7)
+    options = {"max_new_tokens": 9, "rows": 3, "max_total_tokens": 80, "ignore_eos": True}
+    first = kvjax.generate(tiny, given, "rkv:40", **options)
+    order = np.random.default_rng(0).permutation(7)[:5]
+    other = kvjax.generate(tiny, [given[i] for i in order], "rkv:40", **options)
+    for i, result in zip(order, other, strict=True):
+        assert (result.tokens, result.logprobs) == (first[i].tokens, first[i].logprobs)
+
+
+def test_rows_are_as_many_as_fit(tiny, monkeypatch, caplog):
+    """Less memory, fewer rows, and the same answers."""
+    given = prompts(12)
+    want = kvjax.generate(tiny, given, max_new_tokens=8, ignore_eos=True)
+    one = Batch(tiny, rows=1, prompt_len=60, max_new_tokens=8)
+    weights = sum(x.nbytes for x in jax.tree.leaves(one.weights))
+    limit = int((one.compile([59]) + 4 * one.row_bytes) / many.SHARE)
+    assert limit < weights + 12 * one.row_bytes + one.compile([59])
+    monkeypatch.setattr(many, "memory_limit", lambda shard: limit)
+    monkeypatch.setattr(many, "AT_ONCE", 100)
+    with caplog.at_level("INFO", logger=many.__name__):
+        got = kvjax.generate(tiny, given, max_new_tokens=8, ignore_eos=True)
+    (plan,) = (record.getMessage() for record in caplog.records)
+    assert int(plan.split(" rows")[0].split()[-1]) in (2, 3, 4, 5)
+    assert [result.tokens for result in got] == [result.tokens for result in want]
+
+
+def test_one_row_that_does_not_fit_is_refused_before_it_runs(tiny, monkeypatch):
+    monkeypatch.setattr(many, "memory_limit", lambda shard: 1000)
+    with pytest.raises(ValueError, match=r"exceed the 1.0 kB of memory here"):
+        kvjax.generate(tiny, prompts(3), max_new_tokens=[1, 2, 3])
+
+
+def test_one_long_prompt_does_not_take_the_room_of_short_ones(tiny, monkeypatch):
+    """Sizes that differ much are batches of their own where rows are few."""
+    monkeypatch.setattr(many, "MOST_ROWS", 64)
+    monkeypatch.setattr(many, "APART", 1)
+    monkeypatch.setattr(many, "_fits", lambda run, rows: 40 if max(len(row.prompt) for row in rows) < 40 else 1)
+    made = []
+    real = Batch.__init__
+
+    def noted(self, *args, **options):
+        real(self, *args, **options)
+        made.append((options["rows"], options["prompt_len"]))
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    given = [[1] * 200, *prompts(10, longest=20)]
+    got = kvjax.generate(tiny, given, max_new_tokens=[4] * 10 + [5], ignore_eos=True)
+    assert [rows for rows, _ in made] == [10, 1]
+    assert max(len_ for _, len_ in made[:1]) < 40
+    assert [len(result.tokens) for result in got] == [4] * 10 + [5]
+
+
+def test_few_programs_and_none_after_the_first_list(tiny):
+    """Prompts of any length need few programs, and a second list none."""
+    programs = (rows.empty, rows.read, rows.begin, rows.insert, rows.serve)
+    before = sum(len(program.executables) for program in programs)
+    options = {"max_new_tokens": 3, "rows": 4, "max_total_tokens": 210, "ignore_eos": True}
+    kvjax.generate(tiny, prompts(60, longest=200), "h2o:0.4", **options)
+    made = sum(len(program.executables) for program in programs) - before
+    assert 3 < made <= 8
+    kvjax.generate(tiny, prompts(60, longest=200, seed=9), "h2o:0.4", **options)
+    assert sum(len(program.executables) for program in programs) - before == made
+
+
+def test_what_does_not_run_continuously_runs_in_batches(tiny):
+    """Sparse layers whose store is in the host's memory."""
+    given = prompts(4)
+    options = {"max_new_tokens": [3, 4, 5, 6], "ignore_eos": True}
+    got = kvjax.generate(tiny, given, "offloaded(quest:32)", **options)
+    want = kvjax.generate(tiny, given, "quest:32", **options)
+    assert [result.tokens for result in got] == [result.tokens for result in want]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_new_tokens": [1, 2]}, "options have 2 values, but there are 3 prompts"),
+        ({"max_new_tokens": [1, 2, 3], "seed": [1]}, "different numbers of values: seed has 1, max_new_tokens has 3"),
+        ({"temperature": [0, -1, 0]}, "prompt 1: temperature=-1"),
+        ({"rows": 0}, "rows=0"),
+        ({"max_total_tokens": -1}, "max_total_tokens=-1"),
+    ],
+)
+def test_invalid_lists(tiny, options, says):
+    with pytest.raises(ValueError, match=says):
+        kvjax.generate(tiny, prompts(3), **options)
+
+
+def test_iterate_takes_a_list(tiny):
+    with pytest.raises(ValueError, match="give a list of prompts"):
+        kvjax.iterate(tiny, [1, 2, 3])
+    with pytest.raises(PolicyError, match="unknown policy"):
+        kvjax.iterate(tiny, prompts(2), "snapvk")
