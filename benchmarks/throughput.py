@@ -74,6 +74,11 @@ def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
     }
 
 
+def evenly(longest: int, count: int) -> list[int] | None:
+    """`count` lengths up to the longest, in multiples of 128; None for 6, which `Batch` has by default."""
+    return None if count == 6 else [-(-longest * part // (128 * count)) * 128 for part in range(1, count + 1)]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,6 +89,12 @@ def main() -> None:
     parser.add_argument("--same", help="number of requests, prompt tokens, answer tokens")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a call")
     parser.add_argument("--layers", type=int)
+    parser.add_argument(
+        "--read-sizes",
+        type=int,
+        default=6,
+        help="lengths that prompts are padded to: this many, evenly spaced; 6: as by default",
+    )
     parser.add_argument("--jobs", type=int, default=8, help="programs to compile at a time")
     parser.add_argument("--mesh")
     parser.add_argument("--peer", type=Path, help="JSON lines of other programs, which are added to the rows")
@@ -101,15 +112,17 @@ def main() -> None:
     out = args.out or Path(f"benchmarks/results/throughput-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))
     params: Params = init(config, random_key(0), "bfloat16")
+    longest = max(len(job.prompt) for job in jobs)
     policies, sizes = args.policies.split(","), list(map(int, args.rows.split(",")))
     for policy, size in zip(policies, sizes * (len(policies) // len(sizes)), strict=True):
         batch = Batch(
             params,
             policy,
             rows=size,
-            prompt_len=max(len(job.prompt) for job in jobs),
+            prompt_len=longest,
             max_new_tokens=max(job.max_new_tokens for job in jobs),
             ends=1,
+            read_sizes=evenly(longest, args.read_sizes),
             mesh=args.mesh,
         )
         start = time.perf_counter()
@@ -123,6 +136,7 @@ def main() -> None:
             "workload": workload,
             "policy": policy,
             "rows": size,
+            "read_sizes": args.read_sizes,
             "shape": args.shape,
             "layers": config.num_layers,
             **found,
