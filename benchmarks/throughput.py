@@ -38,8 +38,9 @@ def mixed(count: int, vocabulary: int, seed: int = 7) -> list[Job]:
     return [Job(prompt, int(answer)) for prompt, answer in zip(ids, answers, strict=True)]
 
 
-def same(count: int, prompt: int, answer: int, vocabulary: int) -> list[Job]:
-    """Equal requests, with different random tokens."""
+def same(text: str, vocabulary: int) -> list[Job]:
+    """Equal requests, with different random tokens: their number, prompt tokens and answer tokens, separated by commas."""
+    count, prompt, answer = map(int, text.split(","))
     random = np.random.default_rng(0)
     return [Job(random.integers(0, vocabulary - 300, prompt).tolist(), answer) for _ in range(count)]
 
@@ -55,7 +56,7 @@ def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
         scheduler.turn()
         turns += 1
         if not read and not scheduler.waiting:
-            jax.block_until_ready(batch.state.token)
+            jax.block_until_ready(batch.state)
             read = time.perf_counter() - start
     seconds = time.perf_counter() - start
     for ticket in tickets:
@@ -108,7 +109,7 @@ def main() -> None:
     if args.trace is not None:
         jobs, workload = mixed(args.trace, config.vocab_size), f"trace {args.trace}"
     else:
-        jobs, workload = same(*map(int, args.same.split(",")), config.vocab_size), f"same {args.same}"
+        jobs, workload = same(args.same, config.vocab_size), f"same {args.same}"
     out = args.out or Path(f"benchmarks/results/throughput-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))
     params: Params = init(config, random_key(0), "bfloat16")

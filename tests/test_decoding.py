@@ -16,7 +16,7 @@ from kvjax.cache import Shard
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import TOVA, Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
-from kvjax.runtime import decoding, program
+from kvjax.runtime import compression, decoding, program
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MESH_GRAPH_OPTIONS
 from kvjax.runtime.sampling import Greedy
 
@@ -108,7 +108,7 @@ def test_kernels_run_side_by_side_unless_told_not_to(tiny, policy, monkeypatch):
 @pytest.mark.parametrize(("policy", "waits"), [(Full(), False), (CLUSTERKV, True), (CHELSEA, True)])
 def test_layers_that_are_full_compress_one_after_the_other(tiny, policy, waits, platform, monkeypatch):
     """On GPUs each waits for the one before, whose room it takes over."""
-    monkeypatch.setattr(decoding, "target", lambda: Target(platform, platform))
+    monkeypatch.setattr(compression, "target", lambda: Target(platform, platform))
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
     state = decoding.empty(policy, specs, jnp.zeros(2, jnp.uint32))
     ends = jnp.asarray([-1], jnp.int32)

@@ -135,7 +135,7 @@ def test_rows_are_those_of_generate(policy, running, tiny):
 def test_prompts_that_are_read_in_blocks(policy, tiny):
     batch = Batch(tiny, policy, rows=2, prompt_len=LONGEST, max_new_tokens=8, block=16)
     for row, length in enumerate((50, 17)):
-        job = Job(jobs()[0].prompt[:1] * length, 8)
+        job = Job([jobs()[0].prompt[0]] * length, 8)
         *_, reading = batch.read_blocks(job)
         ran = Ran([(int(batch.insert(reading, job, row).token[0]), 0.0)])
         ran.add(batch.serve(8), row)

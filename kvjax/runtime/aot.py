@@ -16,8 +16,9 @@ from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine, Memory
-from kvjax.runtime.generation import Row, Run
+from kvjax.runtime.generation import Run
 from kvjax.runtime.request import Request, check_request, flag
+from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
 
 

@@ -169,7 +169,7 @@ def step(
     return logits, tuple(compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
 
 
-def _loop(
+def decode_loop(
     policy: Policy,
     specs: Specs,
     params: Params,
@@ -210,7 +210,7 @@ def _loop(
     return jax.lax.while_loop(should_continue, until_full if compression.lazy else body, start)
 
 
-def _gpu_options(policy: Policy, specs: Specs) -> dict[str, str]:
+def gpu_options_of(policy: Policy, specs: Specs) -> dict[str, str]:
     """XLA options for the loop on a GPU.
 
     Concurrent kernels are disabled if layers run psum or pmax in addition to the model's own ordered all-reduces.
@@ -254,7 +254,7 @@ def _prefill(
     layers = layers_of(policy, specs)
     read = replay.prefill if replay.replays(layers) else transformer.prefill
     logits, caches = read(params, tokens, lengths, total, layers)
-    token, logprob = _sample(logits, sampler, seed, lengths)
+    token, logprob = sample_token(logits, sampler, seed, lengths)
     state = Decoding(caches, token, lengths, jnp.zeros((), jnp.int32), jnp.isin(token, ends), seed)
     return state, logprob
 
@@ -277,7 +277,7 @@ def _decode(
 
     def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
-        token, logprob = _sample(logits, sampler, state.seed, state.pos + 1)
+        token, logprob = sample_token(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
             token=token,
             pos=state.pos + 1,
@@ -287,7 +287,7 @@ def _decode(
         return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, *ended = _loop(policy, specs, params, should_continue, lambda loop: loop[1].token, sample, start)
+    _, *ended = decode_loop(policy, specs, params, should_continue, lambda loop: loop[1].token, sample, start)
     return _gathered(specs[0].shard, *ended)
 
 
@@ -318,7 +318,7 @@ def _answer(
 
     def sample(loop: Loop, logits: Array) -> Loop:
         i, state, tokens, logprobs = loop
-        token, logprob = _sample(logits, sampler, state.seed, state.pos + 1)
+        token, logprob = sample_token(logits, sampler, state.seed, state.pos + 1)
         sampled = i + 1 - lengths  # index of the sample among those after the row's last given token
         column = jnp.where(
             sampled < 0, size + CHUNK, sampled
@@ -333,7 +333,7 @@ def _answer(
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, *ended = _loop(policy, specs, params, should_continue, read, sample, start)
+    _, *ended = decode_loop(policy, specs, params, should_continue, read, sample, start)
     return _gathered(specs[0].shard, *ended)
 
 
@@ -391,12 +391,12 @@ def _extend(
     layers, reads = layers_of(policy, specs), count > 0
     logits, caches = transformer.read_block(params, state.caches, tokens, state.pos, count, total, layers)
     pos = state.pos + count
-    token, logprob = _sample(logits, sampler, state.seed, pos)
+    token, logprob = sample_token(logits, sampler, state.seed, pos)
     token, done = jnp.where(reads, token, state.token), jnp.where(reads, jnp.isin(token, ends), state.done)
     return dataclasses.replace(state, caches=caches, token=token, pos=pos, done=done), logprob
 
 
-def _sample(
+def sample_token(
     logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Sample a token for position `pos` of each row. Returns tokens and their log-probabilities before temperature and filters."""
@@ -425,7 +425,7 @@ decode = Program(
     _decode,
     static=2,
     donate=(3,),
-    gpu_options=_gpu_options,
+    gpu_options=gpu_options_of,
     partition=_going_on((ALL, ALL, ALL), (ALL, ALL)),
     canonical=of_steps,
 )
@@ -440,7 +440,7 @@ answer = Program(
     _answer,
     static=2,
     donate=(3,),
-    gpu_options=_gpu_options,
+    gpu_options=gpu_options_of,
     partition=_going_on((ROWS, ROWS, ALL, ALL, ALL), (ALL, ALL)),
     canonical=of_steps,
 )

@@ -5,7 +5,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, short
 from kvjax.cache import Shard, host_memory, layer_specs
-from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
@@ -22,16 +21,14 @@ from kvjax.policies.base import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
-from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.many import runs_continuously, through_batches
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
 from kvjax.runtime.prompts import Message, PromptLike, Question, asked_in_chats, question_ids, refuse_rows, token_ids
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, check_requests, row_seeds
+from kvjax.runtime.row import Row, StopReason
 from kvjax.runtime.sampling import Greedy
-
-StopReason = Literal["eos", "length", "stop"]
 
 BLOCK = 4096
 """Block size in tokens for prompts that would not fit whole."""
@@ -388,69 +385,6 @@ def automatic_block(
     specs = layer_specs(params.config, 1, longest, new_tokens, params.dtype, block=BLOCK)
     readable = all(policy.layer(spec).reads == "blocks" for spec in specs)
     return BLOCK if readable else None
-
-
-@dataclasses.dataclass
-class Row:
-    """Progress of one sequence.
-
-    Attributes:
-        prompt, question: given token ids.
-        tokenizer: None if the model has no tokenizer.
-        growing: decodes the text token by token, for streaming and stop strings.
-        tokens, logprobs: what has been sampled so far.
-        stop_reason: None while the sequence is running.
-        again: number of sampled tokens that were prefilled again when the rotation changed.
-        request: what is asked for. Its seed is that of this sequence.
-    """
-
-    prompt: list[int]
-    question: list[int]
-    tokenizer: Tokenizer | None
-    request: Request
-    growing: GrowingText | None = None
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    stop_reason: StopReason | None = None
-    again: int = 0
-
-    @property
-    def read_first(self) -> list[int]:
-        """Tokens that are prefilled."""
-        return [*self.prompt, *self.question, *self.tokens[: self.again]] if self.again else self.prompt
-
-    @property
-    def read_next(self) -> list[int]:
-        """Tokens that are processed one by one after prefill."""
-        return [] if self.again else self.question
-
-    def watch(self) -> None:
-        """Decode the text token by token, up to the first stop string."""
-        assert self.tokenizer is not None
-        self.growing = GrowingText(self.tokenizer, self.prompt + self.question, self.request.stop)
-
-    def text(self) -> str | None:
-        """The new text; None if the model has no tokenizer."""
-        if self.tokenizer is None:
-            return None
-        if self.growing is not None:
-            return self.growing.whole()
-        return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
-
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append newly sampled tokens, up to the end of the sequence."""
-        request = self.request
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            if self.stop_reason is not None:
-                return
-            self.tokens.append(int(token))
-            self.logprobs.append(float(logprob))
-            if token in request.ends:
-                self.stop_reason = "eos" if token in request.eos else "stop"
-            if self.growing is not None:
-                self.growing.push(token)
-                if self.growing.stopped:
-                    self.stop_reason = "stop"
 
 
 class Run:

@@ -3,22 +3,22 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 from rich.filesize import decimal
 
+from kvjax.cache import Shard
+from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
-from kvjax.policies import PolicyError
+from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.memory import memory_limit
+from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import Greedy
 from kvjax.runtime.scheduler import Scheduler, Ticket
-
-if TYPE_CHECKING:
-    from kvjax.runtime.generation import Row, Run
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,30 @@ SHARE = 0.95
 """Share of the memory that is used at most."""
 
 
-def runs_continuously(run: "Run") -> bool:
+class Run(Protocol):
+    """What is needed of a call of `generate`, see `kvjax.runtime.generation.Run`. Times and bytes are added to it."""
+
+    params: Params
+    policy: Policy
+    rows: list[Row]
+    single: bool
+    mesh: Any
+    shard: Shard
+    prefill_block: int | None
+    continuous: bool
+    batch_rows: int | None
+    max_total_tokens: int | None
+    progress: Callable[[int, int], Any] | None
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    cache_bytes: int
+    full_cache_bytes: int
+    step_bytes_read: int
+    repeated_cache_bytes: int
+
+
+def runs_continuously(run: Run) -> bool:
     """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
     if run.single or run.shard.data > 1 or jax.process_count() > 1 or run.params.config.rope.changes_after is not None:
         return False
@@ -52,14 +75,14 @@ def runs_continuously(run: "Run") -> bool:
     return run.continuous or run.batch_rows is not None or not alike or len(run.rows) * longest > AT_ONCE
 
 
-def through_batches(run: "Run") -> Iterator[list[int]]:
+def through_batches(run: Run) -> Iterator[list[int]]:
     """Run all sequences of a call. Yields the indices of those that have new tokens."""
     for group in _groups(run):
         batch = _batch_for(run, [run.rows[i] for i in group])
         yield from _through(run, batch, group)
 
 
-def _through(run: "Run", batch: Batch, group: Sequence[int]) -> Iterator[list[int]]:
+def _through(run: Run, batch: Batch, group: Sequence[int]) -> Iterator[list[int]]:
     watched = any(run.rows[i].growing is not None for i in group)
     scheduler = Scheduler(batch, steps=STEPS // 2 if watched else STEPS)
     # The longest answers begin first, so that the last rows do not run alone for long.
@@ -92,12 +115,12 @@ def _through(run: "Run", batch: Batch, group: Sequence[int]) -> Iterator[list[in
     batch.free()
 
 
-def _job(row: "Row") -> Job:
+def _job(row: Row) -> Job:
     request = row.request
     return Job(row.prompt, request.max_new_tokens, row.question, request.seed, request.ends, request.sampler)
 
 
-def _groups(run: "Run") -> list[list[int]]:
+def _groups(run: Run) -> list[list[int]]:
     """Indices of sequences that share a batch, those with short prompts first.
 
     All are one batch unless a batch for the longest prompts has too few rows for the others.
@@ -119,7 +142,7 @@ def _groups(run: "Run") -> list[list[int]]:
     return joined
 
 
-def _fits(run: "Run", rows: Sequence["Row"]) -> int:
+def _fits(run: Run, rows: Sequence[Row]) -> int:
     """Estimate of how many rows fit, before anything is compiled."""
     limit = memory_limit(run.shard)
     if limit is None:
@@ -128,7 +151,7 @@ def _fits(run: "Run", rows: Sequence["Row"]) -> int:
     return max(int(free // _batch(run, rows, 1).row_bytes) - 1, 0)
 
 
-def _batch(run: "Run", rows: Sequence["Row"], count: int) -> Batch:
+def _batch(run: Run, rows: Sequence[Row], count: int) -> Batch:
     """A batch of `count` rows for these sequences."""
     new = max(len(row.question) + row.request.max_new_tokens for row in rows)
     longest = max(len(row.prompt) for row in rows)
@@ -149,11 +172,11 @@ def _batch(run: "Run", rows: Sequence["Row"], count: int) -> Batch:
     )
 
 
-def _has(row: "Row", name: str) -> bool:
+def _has(row: Row, name: str) -> bool:
     return not isinstance(row.request.sampler, Greedy) and getattr(row.request.sampler, name) is not None
 
 
-def _batch_for(run: "Run", rows: Sequence["Row"]) -> Batch:
+def _batch_for(run: Run, rows: Sequence[Row]) -> Batch:
     """A batch with as many rows as fit the memory, or as were asked for. Its programs are compiled."""
     limit, count = memory_limit(run.shard), min(run.batch_rows or MOST_ROWS, len(rows))
     if run.batch_rows is None:

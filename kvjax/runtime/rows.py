@@ -18,7 +18,7 @@ from kvjax.models import Params, transformer
 from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
 from kvjax.runtime import replay
-from kvjax.runtime.decoding import CHUNK, Loop, Specs, _gpu_options, _loop, _sample, layers_of, of_steps
+from kvjax.runtime.decoding import CHUNK, Loop, Specs, decode_loop, gpu_options_of, layers_of, of_steps, sample_token
 from kvjax.runtime.mesh import ALL, ROWS, state_partitions
 from kvjax.runtime.program import Partition, Program
 from kvjax.runtime.sampling import Sampler
@@ -129,7 +129,7 @@ def _insert(
     policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
 ) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"]]:
     pos = reading.pos
-    token, logprob = _sample(reading.logits, request.sampler, request.seed, pos)
+    token, logprob = sample_token(reading.logits, request.sampler, request.seed, pos)
     first = pos + request.given_count
     ended = (first == pos) & (jnp.any(token[:, None] == request.ends, axis=1) | (first + 1 >= request.limit))
     new = Rows(reading.caches, token, pos, ~ended, pos, request)
@@ -175,7 +175,7 @@ def _serve(
     def sample(loop: Loop, logits: Array) -> Loop:
         i, rows, tokens, logprobs, filled = loop
         request, pos, live = rows.request, rows.pos + 1, rows.live
-        new, logprob = _sample(logits, request.sampler, request.seed, pos)
+        new, logprob = sample_token(logits, request.sampler, request.seed, pos)
         counts = live & (pos - rows.first >= request.given_count)
         column = jnp.where(counts, filled, CHUNK)  # out of bounds: dropped
         ended = counts & (jnp.any(new[:, None] == request.ends, axis=1) | (pos + 1 >= request.limit))
@@ -187,7 +187,7 @@ def _serve(
         return i + 1, rows, tokens, logprobs, filled + counts.astype(jnp.int32)
 
     start = jnp.zeros((), jnp.int32), rows, *buffers, jnp.zeros((batch,), jnp.int32)
-    steps, rows, tokens, logprobs, filled = _loop(
+    steps, rows, tokens, logprobs, filled = decode_loop(
         policy, specs, params, should_continue, token, sample, start, lambda loop: loop[1].live
     )
     return rows, tokens, logprobs, filled, rows.live, steps
@@ -258,7 +258,7 @@ serve = Program(
     _serve,
     static=2,
     donate=(3,),
-    gpu_options=_gpu_options,
+    gpu_options=gpu_options_of,
     partition=_over_mesh(
         (partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL)
     ),

@@ -17,9 +17,10 @@ from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, interrupts
 from kvjax.runtime.engine import Engine, blocks
 from kvjax.runtime.exclusive import Exclusive, alone
-from kvjax.runtime.generation import Reply, StopReason
+from kvjax.runtime.generation import Reply
 from kvjax.runtime.prompts import Message, PromptLike, Question, check_message, check_messages, question_ids, token_ids
 from kvjax.runtime.request import Request, SamplingOptions, check_params, check_request, row_seeds
+from kvjax.runtime.row import StopReason
 
 PIECE = 128
 """Tokens processed per call of the compiled loop."""

@@ -12,8 +12,9 @@ from kvjax import Engine, Generation
 from kvjax.evals.runner import described
 from kvjax.models import Params
 from kvjax.policies import Policy
-from kvjax.runtime.generation import Row, Run
+from kvjax.runtime.generation import Run
 from kvjax.runtime.request import check_request
+from kvjax.runtime.row import Row
 
 from .cells import Cell
 from .suite import Suite
@@ -57,7 +58,10 @@ class _FixedRun(Run):
         return self.engine
 
     def most_tokens(self, row: Row) -> int:
-        return self.request.max_new_tokens  # the engine has one rotation
+        return row.request.max_new_tokens  # the engine has one rotation
+
+    def runs_continuously(self) -> bool:
+        return False
 
 
 def answered(

@@ -209,7 +209,8 @@ def test_the_newest_token_is_never_lost(policy):
         assert (mine.sum(axis=-1) == 1).all()
 
 
-@each(TIGHT + FRACTION)
+@pytest.mark.slow  # tests/test_rows.py sees it in a model
+@each([p for p in TIGHT + FRACTION if "offloaded" not in p.info.name])
 def test_rows_without_a_token_do_not_change(policy):
     """Rows that take tokens at random times go bit for bit through the states of rows that take one in every step."""
     inputs = case(24)
