@@ -199,3 +199,44 @@ def test_a_call_decodes_in_place(tiny):
 def test_what_does_not_go(tiny):
     with pytest.raises(PolicyError, match="host"):
         Batch(tiny, "offloaded(clusterkv)", rows=2, prompt_len=64, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "chips"),
+    [
+        *(
+            pytest.param(policy, chips, marks=pytest.mark.slow)
+            for policy in ("full", "rkv:1024")
+            for chips in ("v5e", "v5e:2x2")
+        ),
+        *(
+            pytest.param(policy, "v5e", marks=pytest.mark.long)
+            for policy in ("snapkv:1024", "treekv:1024", "clusterkv:1024")
+        ),
+        pytest.param("rkv:1024", "v6e", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.optimised
+@pytest.mark.parametrize("block", [None, 512], ids=["whole", "blocks"])
+def test_programs_for_tpus_reuse_the_memory_of_the_batch(policy, chips, block):
+    """Two layers of Llama-3.1-8B's width, by the TPU's own compiler: reading, inserting, and decoding rows that are out of phase."""
+    from kvjax.config import PRESETS
+    from kvjax.policies.base import PolicyError
+    from kvjax.runtime import absent_tpu, rows
+    from kvjax.runtime.disk_cache import not_kept
+
+    config = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=2, windows=())
+    sizes = {"rows": 16, "prompt_len": 2048, "max_new_tokens": 1024, "block": block}
+    try:
+        batch = Batch(config, policy, mesh=absent_tpu.mesh(chips), **sizes)
+    except PolicyError:
+        assert (policy, block) == ("clusterkv:1024", 512)  # reads whole prompts
+        return
+    assert batch.engine.shard.mesh is not None
+    with jax.sharding.use_abstract_mesh(batch.engine.shard.mesh.abstract_mesh), not_kept():
+        peak = batch.compile([2048])
+    held = batch.row_bytes * batch.rows
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch.weights)) // batch.engine.shard.devices
+    for program in (rows.serve, rows.insert):
+        assert program.executables[-1].memory_analysis().alias_size_in_bytes >= 0.95 * held
+    assert weights + held < peak < 1.25 * (weights + held)

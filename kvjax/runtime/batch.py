@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache import LayerSpec, bucket
+from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
@@ -112,7 +113,7 @@ class Batch:
 
     def __init__(
         self,
-        model: Params,
+        model: Params | ModelConfig,
         policy: str | Policy = "full",
         budget: int | float | None = None,
         *,

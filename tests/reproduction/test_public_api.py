@@ -17,7 +17,8 @@ MISSING = {
     # Perplexity of the text after a compressed prompt.
     "kvjax.evals.perplexity": {"compile_read", "read"},
     # `generate`, with questions, in programs of given sizes that are compiled already.
-    "kvjax.runtime.generation": {"Row", "Run"},
+    "kvjax.runtime.generation": {"Run"},
+    "kvjax.runtime.row": {"Row"},
     "kvjax.runtime.request": {"check_request"},
     "kvjax.runtime.decoding": {"CHUNK"},
     # A list of policies as text, and the fingerprint of a model's shape.
