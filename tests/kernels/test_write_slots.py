@@ -73,6 +73,17 @@ class TestWriteSlots:
         expected = written(keys, slot, turned)
         np.testing.assert_allclose(np.asarray(got, np.float32), expected.astype(np.float32), atol=1e-6)
 
+    @pytest.mark.parametrize("live", [[True, False], [False, True], [False, False]])
+    def test_rows_that_are_not_live_do_not_change(self, write, live):
+        arrays, slot, (k, v) = draw("float32")
+        values, seen = [k, v, to_jax([[4], [5]], jnp.int32), 1.0], to_jax([8, 3], jnp.int32)
+        *stores, counted, after = write(arrays, slot, values, [slot, seen], live=to_jax(live))
+        there = np.where(np.asarray(live)[:, None], np.asarray(slot), SLOTS)
+        for new, array, value in zip(stores, arrays, values, strict=True):
+            np.testing.assert_array_equal(new, written(array, there, value))
+        np.testing.assert_array_equal(counted, np.asarray(slot) + np.asarray(live, int)[:, None])
+        np.testing.assert_array_equal(after, np.asarray(seen) + np.asarray(live, int))
+
     def test_counters_go_up_by_one(self, write):
         arrays, slot, (k, v) = draw("float32")
         seen, other = to_jax([8, 3], jnp.int32), to_jax(2 * np.asarray(slot))
