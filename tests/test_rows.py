@@ -42,7 +42,7 @@ def test_many_schedules(policy, running):
 @pytest.mark.slow
 @named
 def test_rows_are_those_of_generate(policy, running, tiny):
-    """Up to rounding, of which tokens are not a matter here."""
+    """Up to rounding, which changes no token here."""
     _, alone = running(policy)
     for job, ran in zip(jobs(), alone, strict=True):
         options = {"max_new_tokens": job.max_new_tokens, "question": list(job.given) or None, "seed": job.seed}
@@ -117,6 +117,21 @@ def test_a_call_decodes_in_place(tiny):
         assert program.executables[-1].memory_analysis().alias_size_in_bytes >= 0.95 * held
 
 
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (Job([], 4), "prompt has 0, but this batch is for 1 to 64"),
+        (Job([1] * 65, 4), "prompt has 65, but"),
+        (Job([1], 9), "given and new tokens are 9, but this batch is for 1 to 8"),
+        (Job([1], 4, ends=(1, 2, 3)), "end tokens are 3, but this batch is for 0 to 2"),
+    ],
+)
+def test_jobs_that_do_not_fit_are_refused(job, says, tiny):
+    batch = Batch(tiny, rows=1, prompt_len=64, max_new_tokens=8, ends=2)
+    with pytest.raises(ValueError, match=says):
+        batch.read(job)
+
+
 def test_what_does_not_go(tiny):
     with pytest.raises(PolicyError, match="host"):
         Batch(tiny, "offloaded(clusterkv)", rows=2, prompt_len=64, max_new_tokens=8)
@@ -151,7 +166,7 @@ def test_programs_for_tpus_reuse_the_memory_of_the_batch(policy, chips, block):
     try:
         batch = Batch(config, policy, mesh=absent_tpu.mesh(chips), **sizes)
     except PolicyError:
-        assert (policy, block) == ("clusterkv:1024", 512)  # reads whole prompts
+        assert (policy, block) == ("clusterkv:1024", 512)  # processes whole prompts only
         return
     assert batch.engine.shard.mesh is not None
     with jax.sharding.use_abstract_mesh(batch.engine.shard.mesh.abstract_mesh), not_kept():

@@ -1,4 +1,4 @@
-"""`Batch`: a running batch on the devices, into whose free rows prompts are inserted while the others go on.
+"""`Batch`: a running batch on the devices, into whose free rows prompts are inserted while the others continue.
 
     batch = Batch(params, "rkv", 1024, rows=64, prompt_len=8192, max_new_tokens=1024)
     reading = batch.read(Job(prompt_ids, max_new_tokens=512))
@@ -40,7 +40,7 @@ LEAST_READ = 128
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be done for one prompt.
+    """What to do for one prompt.
 
     Attributes:
         prompt: token ids of the prompt.
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     Attributes:
         tokens, logprobs: sampled tokens, [B, M], and their log-probabilities under the model.
         filled: how many columns each row has filled, [B].
-        live: rows that go on, [B].
+        live: rows that continue, [B].
         steps: number of steps.
     """
 
@@ -104,8 +104,8 @@ class Batch:
         given: maximum number of given tokens of a job.
         ends: maximum number of end tokens of a job.
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
-        read_sizes: lengths that prompts are padded to when they are read whole, each of which has a program. By default
-            six, in eighths of the longest prompt. More sizes waste less time on padding.
+        read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
+            prompt. More sizes waste less time on padding.
 
     Raises:
         ValueError, PolicyError: as for `kvjax.Engine`.
@@ -161,8 +161,23 @@ class Batch:
         """The weights."""
         return self.engine.weights
 
+    def check(self, job: Job) -> None:
+        """Raise `ValueError` if a job does not fit this batch."""
+        spec, after = self.specs[0], len(job.given) + job.max_new_tokens
+        for name, number, least, most, option in (
+            ("prompt has", len(job.prompt), 1, spec.prompt_len, "prompt_len"),
+            ("given and new tokens are", after, 1, spec.new_tokens, "max_new_tokens"),
+            ("given tokens are", len(job.given), 0, self.given, "given"),
+            ("end tokens are", len(job.ends), 0, self.ends, "ends"),
+        ):
+            if not least <= number <= most:
+                raise ValueError(
+                    f"a job's {name} {number}, but this batch is for {least} to {most}; give fewer, or make a batch with larger {option}"
+                )
+
     def read(self, job: Job) -> Reading:
         """Prefill a job's prompt, whole."""
+        self.check(job)
         tokens = np.zeros((1, self.read_size(len(job.prompt))), np.int32)
         tokens[0, : len(job.prompt)] = job.prompt
         lengths, total = _numbers([len(job.prompt)]), _numbers([job.total])
@@ -178,6 +193,7 @@ class Batch:
 
     def read_blocks(self, job: Job) -> Iterator[Reading]:
         """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
+        self.check(job)
         total = _numbers([job.total])
         logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
         reading = programs.begin(self.policy, self.reader, total, logits)

@@ -76,17 +76,14 @@ class Compression:
         def some(loop: tuple[Bool[Array, " B"], Caches]) -> tuple[Bool[Array, " B"], Caches]:
             due, caches = loop
             rows, exist = compact_indices(due, group)
-            taken = [jax.tree.map(lambda x: jnp.take(x, rows, axis=0), caches[i]) for i in self.lazy]
-            held: list[Any] = [None] * len(caches)
-            for i, cache in zip(self.lazy, taken, strict=True):
-                held[i] = cache
-            after, target_rows = self._all_rows(layers, held), jnp.where(exist, rows, batch)  # out of bounds: dropped
-            return due.at[target_rows].set(False, mode="drop"), tuple(
-                jax.tree.map(lambda x, y: x.at[target_rows].set(y, mode="drop"), cache, new)
-                if i in self.lazy
-                else cache
-                for i, (cache, new) in enumerate(zip(caches, after, strict=True))
-            )
+            held = list(caches)
+            for i in self.lazy:
+                held[i] = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), caches[i])
+            after, back = self._all_rows(layers, held), list(caches)
+            to = jnp.where(exist, rows, batch)  # out of bounds where there is no further row: dropped
+            for i in self.lazy:
+                back[i] = jax.tree.map(lambda x, y: x.at[to].set(y, mode="drop"), caches[i], after[i])
+            return due.at[to].set(False, mode="drop"), tuple(back)
 
         due = self.due(caches) if live is None else self.due(caches) & live
         return jax.lax.while_loop(lambda loop: jnp.any(loop[0]), some, (due, tuple(caches)))[1]

@@ -28,7 +28,7 @@ _NONE = jnp.iinfo(jnp.int32).max
 
 @flax.struct.dataclass
 class Request:
-    """What a row is to do. R rows.
+    """What a row must do. R rows.
 
     Attributes:
         seed: sampling seed.
@@ -57,7 +57,7 @@ class Rows:
         pos: position of that token.
         live: whether the row has something to do. The others do not change.
         first: number of prompt tokens of each row, which is the position of the first given token.
-        request: what each row is to do.
+        request: what each row must do.
     """
 
     caches: tuple[Any, ...]
@@ -266,7 +266,8 @@ serve = Program(
 )
 """`serve(policy, specs, params, rows, count, stop, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
 
-Rows in `stop` end before the first step. With `leave`, the program also returns as soon as a row has ended. Returns the
-batch (the old one is used up), tokens and log-probabilities in buffers of `CHUNK` columns, how many columns each row
-has filled, which rows are still live, and the number of steps.
+Rows in `stop` end before the first step. With `leave`, the program also returns as soon as a row has ended.
+
+Returns the batch (the old one is used up), and tokens and log-probabilities in buffers of `CHUNK` columns. Then follow
+the number of columns that each row has filled, the rows that are still live, and the number of steps.
 """
