@@ -1,17 +1,21 @@
-"""Whether a model fits a TPU, by the compiler's word: a prompt read in blocks within a budget, and decoding after it.
+"""Memory that a model needs on a TPU, as the TPU compiler reports it. No TPU and no weights are needed.
 
-    python -m benchmarks.fits --weights int8 --policies snapkv:8192 --layers 2
+    python -m benchmarks.fits --weights int8 --policies snapkv:8192 --layers 2 --out /tmp/fits.json
     python -m benchmarks.fits
     python -m benchmarks.fits --weights int4/int4 --policies chelsea:8192
     python -m benchmarks.fits --chip v5e:2x2 --weights float --policies snapkv:8192,treekv:8192
 
-The two programs are compiled ahead of time for one chip, or for several that share the model (`--chip v5e:2x2`), which needs no chips
-(`kvjax.runtime.absent_tpu`) and no weights. A row has bytes of weights and cache on each chip, and the most that either program
-holds: arguments, temporaries and results.
+For each kind of weights and each policy, two programs are compiled ahead of time (`kvjax.runtime.absent_tpu`): one
+prefills a block of the prompt, one decodes. They are for one chip, or for several that share the model (`--chip
+v5e:2x2`). A row of the result file has the bytes of weights and of cache on each chip, and the peak of each program:
+its arguments, temporaries and results. Compare the peaks with the chip's memory.
+
+If the result file exists, rows are added to it. Its settings and versions must then be those of the run.
+`benchmarks.tables` makes tables of `docs/howto/weights.md` and `docs/howto/several_devices.md` from these files,
+`tests/test_planning.py` compares `kvjax.plan` with them, and `tests/models/test_fits.py` calls `measure`.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -24,11 +28,11 @@ from kvjax.runtime.absent_tpu import CHIPS, HOSTS, memory_of, mesh
 from kvjax.runtime.engine import Engine
 
 CASE = "weights", "embedding", "policy", "settings", "tokens", "new_tokens", "block"
-"""What tells rows apart."""
+"""Fields that identify a row. A new row replaces one with equal fields."""
 
 
 def main() -> None:
-    """Compile for one kind of weights and policy after the other."""
+    """Compile the programs of all kinds of weights with all policies, and write a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=[*CHIPS, *HOSTS], default="v5e")
     parser.add_argument("--shape", default="llama-3.1-8b")
@@ -37,19 +41,20 @@ def main() -> None:
     parser.add_argument(
         "--weights",
         default="int8/int8,int4/int8",
-        help="float, int8 or int4, of the layers and behind a stroke of embedding and head; several separated by commas",
+        help="weights of the layers, then optionally / and weights of embedding and head (default float); each is float, int8 or "
+        "int4. Separate several with commas",
     )
     parser.add_argument(
         "--policies", default="snapkv:8192,chunkkv:8192,treekv:8192,chelsea:8192", help="as for `kvjax bench`"
     )
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--block", type=int, default=4096, help="tokens that are prefilled at a time")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/fits-CHIP.json")
     args = parser.parse_args()
     out = args.out or Path(f"benchmarks/results/fits-{args.chip.replace(':', '-')}.json")
     header = report.header(chip=args.chip, shape=args.shape, layers=args.layers, dtype=args.dtype, block=args.block)
-    rows = kept(out, header["settings"])
+    header, rows = report.begun(out, header)
     for kinds in args.weights.split(","):
         weights, _, embedding = kinds.partition("/")
         for text in split_policies(args.policies):
@@ -66,14 +71,8 @@ def main() -> None:
             report.write(out, header, rows)
 
 
-def kept(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that are there already of a run with the same settings; those that are measured anew take their places."""
-    found = json.loads(out.read_text()) if out.exists() else None
-    return found["rows"] if found and found["header"]["settings"] == settings else []
-
-
 def measure(case: Case, weights: str, embedding: str, block: int, chip: str) -> dict[str, Any]:
-    """Compile what reads a block of the prompt and what decodes, and tell what they hold."""
+    """Compile both programs of a case, and return its row."""
     params = abstract(case.config, case.dtype, weights=weights, embedding=embedding)
     engine = Engine(
         params,

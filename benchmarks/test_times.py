@@ -1,11 +1,14 @@
-"""Where the time and the memory of the tests go: by phase, by file, by test and by process.
+"""Measure where the tests' time and memory go. Not a test: a command, and the pytest plugin that it loads.
 
     python -m benchmarks.test_times                          # the default tests
     python -m benchmarks.test_times --out FILE -- -m slow    # what follows -- goes to pytest
 
-A test's seconds are divided into tracing, lowering, XLA's compilation, reading compiled programs from a cache, and the rest, which is execution
-and Python code. JAX reports the first four. Memory is the proportional set size (PSS) of each process of the run, sampled every second
-(Linux only).
+The command runs pytest and samples the memory of its processes. The plugin (`Plugin`) times tests in every process that
+runs them, and writes JSON lines to a temporary folder. The command sums them by file and by test.
+
+A test's seconds are divided into tracing, lowering, XLA's compilation, reading compiled programs from a cache, and the
+rest, which is execution and Python code. JAX reports the first four. Memory is the proportional set size (PSS) of each
+process of the run, sampled every second (Linux only). docs/testing.md describes the columns.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "KVJAX_TEST_TIMES"
-"""Environment variable: where processes that run tests write what they measured. This module measures only where it is set."""
+"""Environment variable: folder that the processes write measurements to. If it is not set, the plugin does nothing."""
 
 PHASES = {
     "/jax/compilation_cache/cache_retrieval_time_sec": "cached",
@@ -35,11 +38,11 @@ PHASES = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/jaxpr_trace_duration": "trace",
 }
-"""Phases by JAX's events. Events nest; a moment counts as the first phase of this list that covers it."""
+"""Phases by JAX event. Order matters: where spans overlap, time goes to the phase listed first."""
 
 
 class Clock:
-    """Adds up the phases of the test that runs, and writes a line for each test."""
+    """Collects the phases of the test that runs, and writes one JSON line per test."""
 
     def __init__(self, folder: Path) -> None:
         self.spans: list[tuple[str, float, float]] = []
@@ -47,14 +50,14 @@ class Clock:
         self.file = (folder / f"{os.getpid()}.jsonl").open("w", encoding="utf-8")
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Take an event of JAX's, which comes when its span ends."""
+        """Record an event. JAX reports it when its span ends."""
         if event in PHASES:
             end = time.perf_counter()
             # Tests that replace clocks make some durations longer than the test.
             self.spans.append((PHASES[event], max(end - duration_secs, self.since), end))
 
     def write(self, **row: Any) -> None:
-        """Write a line, with the phases since the last one."""
+        """Write one JSON line: `row`, with the phases since the previous line."""
         compiled = sum(phase == "compile" for phase, _, _ in self.spans)
         self.file.write(json.dumps({**row, "programs": compiled, **exclusive(self.spans)}) + "\n")
         self.file.flush()
@@ -63,7 +66,7 @@ class Clock:
 
 
 def exclusive(spans: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds of each phase, where spans that overlap count once: as the first of `PHASES` among them."""
+    """Return the seconds of each phase. Overlapping spans count once, as the phase that is first in `PHASES`."""
     order = list(PHASES.values())
     edges = sorted(
         (at, change, order.index(phase)) for phase, *ends in spans for at, change in zip(ends, (1, -1), strict=True)
@@ -78,7 +81,7 @@ def exclusive(spans: list[tuple[str, float, float]]) -> dict[str, float]:
 
 
 class Plugin:
-    """Times the tests of one process."""
+    """Pytest plugin that times the tests of one process."""
 
     def __init__(self, folder: Path) -> None:
         import jax
@@ -88,7 +91,7 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self) -> Iterator[None]:
-        """Time the collection, and what the process took until then."""
+        """Time the imports, which is everything since the process started, and the collection."""
         import psutil
 
         start = time.time()
@@ -100,7 +103,7 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Time a test with its fixtures."""
+        """Time a test, with its fixtures."""
         start, before = time.perf_counter(), cpu()
         result = yield
         self.clock.write(test=item.nodeid, seconds=time.perf_counter() - start, cpu=cpu() - before)
@@ -108,13 +111,13 @@ class Plugin:
 
 
 def cpu() -> float:
-    """Processor seconds of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of those that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(x.ru_utime + x.ru_stime for x in used)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure in the processes that run tests: not in the one that hands them out."""
+    """Register the plugin in processes that run tests, but not in the one that distributes them. Needs pytest-xdist."""
     if (folder := os.environ.get(FOLDER)) and (hasattr(config, "workerinput") or not config.option.numprocesses):
         config.pluginmanager.register(Plugin(Path(folder)))
 
@@ -123,7 +126,9 @@ def main() -> None:
     """Run pytest, sample its processes' memory, and write one result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/test-times.json")
-    parser.add_argument("--slowest", type=int, default=60, help="tests that the file lists (default: %(default)s)")
+    parser.add_argument(
+        "--slowest", type=int, default=60, help="number of slowest tests to list (default: %(default)s)"
+    )
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,6 +141,7 @@ def main() -> None:
         files = sorted(Path(folder).glob("*.jsonl"))
         lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     peaks = memory.stop()
+    # `each`: peaks of the largest processes, as many as ran tests. The coordinating process may be among them.
     summary = {
         "command": " ".join(["python", *command[1:]]),
         "exit_code": code,
@@ -146,7 +152,7 @@ def main() -> None:
     }
     from benchmarks import report
 
-    tests = [line for line in lines if "::" in line["test"]]
+    tests = [line for line in lines if _is_test(line)]
     out = args.out or ROOT / "benchmarks/results/test-times.json"
     header = {**report.header(cores=os.cpu_count(), machine=platform.machine()), "run": summary}
     rows = [
@@ -162,17 +168,21 @@ def main() -> None:
 
 
 def total(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over lines; `rest` is what no phase of JAX's covers."""
+    """Sum over lines. `tests` is the number of tests, and `rest` the seconds outside JAX's phases."""
     names = "seconds", "cpu", *PHASES.values()
     sums = {name: sum(x[name] for x in lines) for name in names}
     sums["rest"] = sums["seconds"] - sum(sums[phase] for phase in PHASES.values())
-    return {"tests": len(lines), "programs": sum(x["programs"] for x in lines)} | {
-        k: round(v, 2) for k, v in sums.items()
-    }
+    counts = {"tests": sum(map(_is_test, lines)), "programs": sum(x["programs"] for x in lines)}
+    return counts | {k: round(v, 2) for k, v in sums.items()}
+
+
+def _is_test(line: dict[str, Any]) -> bool:
+    """Return whether a line is a test. The lines "imports" and "collection" are not."""
+    return "::" in line["test"]
 
 
 def by_file(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each file, the one that takes most processor time first."""
+    """Return one row per file, sorted by processor time, largest first."""
     files: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for test in tests:
         files[test["test"].partition("::")[0]].append(test)
@@ -180,7 +190,7 @@ def by_file(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as text."""
+    """Return the rows as text."""
     names = list(rows[0])
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
@@ -196,7 +206,7 @@ class Memory(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Sample until told to stop."""
+        """Sample until `stop` is called."""
         import psutil
 
         while not self.ended.wait(1.0):
@@ -215,7 +225,7 @@ class Memory(threading.Thread):
             self.peaks["together"] = max(self.peaks["together"], together)
 
     def stop(self) -> dict[str, float]:
-        """Peaks in GB, by process and of all together."""
+        """Return the peaks in GB, by process id, and of all processes together."""
         self.ended.set()
         self.join()
         return {name: round(peak, 2) for name, peak in self.peaks.items()}

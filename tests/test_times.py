@@ -24,3 +24,9 @@ def test_files_are_sums_of_their_tests_and_the_dearest_comes_first():
     assert (first["what"], first["cpu"], first["rest"]) == ("b.py", 5.0, 10.0)
     assert (second["what"], second["tests"], second["programs"], second["compile"]) == ("a.py", 2, 6, 1.5)
     assert second["rest"] == 4.5
+
+
+def test_imports_and_collection_are_not_counted_as_tests():
+    lines = [line("imports", 1.0, 0.0), line("collection", 1.0, 0.0), line("a.py::one", 1.0, 0.5)]
+    found = test_times.total(lines)
+    assert (found["tests"], found["programs"], found["cpu"]) == (1, 9, 3.0)

@@ -1,4 +1,6 @@
-"""Mosaic TPU kernel of `chunk_similarity`.
+"""Mosaic TPU kernel of `chunk_similarity`: for each even slot of a chunk, find the odd slot with the most similar key.
+
+`api.py` calls it if `unsupported_reason` returns None. Results match `reference.py` up to rounding.
 
 A program processes whole chunks. It loads even and odd slots separately, so that no key is moved in memory. float32
 keys are loaded with a stride of two rows; 16-bit keys are the two halves of 32-bit words. In the products, odd slots
@@ -50,7 +52,7 @@ def chunk_similarity(
     *,
     interpret: bool = False,
 ) -> Nearest:
-    """Find the best edges of every chunk; see the public function."""
+    """Return the best edge of each even slot, [B, K, N, A]; see `api.chunk_similarity`."""
     keys, live = chunked(keys, first, count, chunk)
     keys = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % LANES)])
     *batch, chunk, dim = keys.shape
@@ -58,12 +60,12 @@ def chunk_similarity(
     case = {"chunks": chunks, "half": half, "head_dim": dim, "dtype": keys.dtype.name}
     together = min(chunks, tuned("chunk_similarity", case, {"chunks": max(1, 1024 // chunk)})["chunks"])
     odd = live[..., 1::2].reshape(chunks, 1, half).astype(jnp.int32)
-    places = pl.BlockSpec((together, 1, half), lambda g: (g, 0, 0))
+    pairs = pl.BlockSpec((together, 1, half), lambda g: (g, 0, 0))
     best = pl.pallas_call(
         _body,
         grid=(pl.cdiv(chunks, together),),
-        in_specs=[pl.BlockSpec((together, chunk, dim), lambda g: (g, 0, 0)), places],
-        out_specs=places,
+        in_specs=[pl.BlockSpec((together, chunk, dim), lambda g: (g, 0, 0)), pairs],
+        out_specs=pairs,
         out_shape=jax.ShapeDtypeStruct((chunks, 1, half), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(
@@ -78,6 +80,7 @@ def chunk_similarity(
 
 
 def _body(keys_ref: Any, live_ref: Any, best_ref: Any) -> None:
+    """Write the ranks of the best edges of several chunks. `live_ref` tells which odd slots contain keys."""
     together, chunk = keys_ref.shape[:2]
     tile = min(chunk // 2, TILE)
     for c in range(together):
@@ -87,14 +90,14 @@ def _body(keys_ref: Any, live_ref: Any, best_ref: Any) -> None:
 
 def _best(keys_ref: Any, live_ref: Any, start: int, tile: int) -> Array:
     """Return the ranks [1, tile] of the best edges from `tile` even slots."""
-    even = _places(keys_ref, start, tile, 0)
+    even = _every_second(keys_ref, start, tile, 0)
     # A matmul with ones puts the squared lengths along lanes.
     square = jnp.square(even.astype(jnp.float32))
     length = dot(jnp.ones((SUBLANES, keys_ref.shape[1]), jnp.float32), square, 1)[:1]
     inverse = jnp.where(length > 0, jax.lax.rsqrt(length), 0.0)
     best = jnp.full((SUBLANES, tile), NONE, jnp.int32)
     for first in range(0, keys_ref.shape[0] // 2, tile):
-        odd = _places(keys_ref, first, tile, 1)
+        odd = _every_second(keys_ref, first, tile, 1)
         target = first + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
         ranks = rank(dot(odd, even, 1), inverse, inverse_length(odd)[:, None], target)
         ranks = jnp.where(column(live_ref[:, first : first + tile]) != 0, ranks, NONE)
@@ -103,10 +106,12 @@ def _best(keys_ref: Any, live_ref: Any, start: int, tile: int) -> Array:
     return jnp.max(best, axis=0, keepdims=True)
 
 
-def _places(keys_ref: Any, start: int, size: int, parity: int) -> Float[Array, "S H"]:
-    """Load `size` keys at every second slot, beginning with pair `start`."""
+def _every_second(keys_ref: Any, start: int, size: int, parity: int) -> Float[Array, "S H"]:
+    """Load the keys at the even (`parity` 0) or odd (1) slots of `size` pairs, beginning with pair `start`."""
     if keys_ref.dtype == jnp.float32:
         return keys_ref[pl.ds(2 * start + parity, size, stride=2), :]
-    pairs = pltpu.bitcast(keys_ref[pl.ds(2 * start, 2 * size), :], jnp.uint32)
-    bits = pairs & jnp.uint32(0xFFFF0000) if parity else pairs << 16
+    # A 32-bit word has the even slot's number in its low half and the odd slot's in its high half. Either half, followed
+    # by zeros, is the same number in float32.
+    words = pltpu.bitcast(keys_ref[pl.ds(2 * start, 2 * size), :], jnp.uint32)
+    bits = words & jnp.uint32(0xFFFF0000) if parity else words << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(keys_ref.dtype)

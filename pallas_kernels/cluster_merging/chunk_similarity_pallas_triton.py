@@ -1,7 +1,9 @@
-"""Triton kernel of `chunk_similarity`.
+"""Triton kernel of `chunk_similarity`: for each even slot of a chunk, find the odd slot with the most similar key.
 
-A program has a block of a chunk's even slots and loops over its odd slots. Lengths, products and comparisons stay in
-registers. Keys are read directly from every second slot of the cache, without a copy.
+`api.py` calls it if `unsupported_reason` returns None. Results match `reference.py` up to rounding.
+
+Each program compares a block of a chunk's even slots with all odd slots of that chunk. Vector norms, inner products and
+comparisons stay in registers. Keys are read directly from every second slot of the cache, without a copy.
 """
 
 import functools
@@ -42,23 +44,25 @@ def chunk_similarity(
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Nearest:
-    """Find the best edges of every chunk; see the public function.
+    """Return the best edge of each even slot, [B, K, N, A], with N = ⌈S / chunk⌉ and A = chunk / 2.
+
+    See `api.chunk_similarity`.
 
     Args:
         sizes: `rows` (even slots per program), `columns` (odd slots compared at a time), `warps` and `stages`, instead
             of the tuned sizes.
     """
-    batch, heads, places, dim = keys.shape
-    chunks, half = -(-places // chunk), chunk // 2
+    batch, heads, slots, dim = keys.shape
+    chunks, half = -(-slots // chunk), chunk // 2
     sizes = sizes or _sizes(batch * heads * chunks, half, dim, keys.dtype)
     rows, columns = sizes["rows"], sizes["columns"]
-    row = pl.BlockSpec((1,), lambda h, n, i: (h // heads,))
+    sequence = pl.BlockSpec((1,), lambda h, n, i: (h // heads,))
     edges = pl.BlockSpec((None, None, half), lambda h, n, i: (h, n, 0))
-    keys = keys.reshape(batch * heads, places, dim)
+    keys = keys.reshape(batch * heads, slots, dim)
     best = triton_call(
         functools.partial(_body, rows=rows, columns=columns),
         grid=(batch * heads, chunks, pl.cdiv(half, rows)),
-        in_specs=[entry(keys), row, row],
+        in_specs=[entry(keys), sequence, sequence],
         out_specs=edges,
         out_shape=jax.ShapeDtypeStruct((batch * heads, chunks, half), jnp.int32),
         warps=sizes["warps"],
@@ -85,18 +89,20 @@ def _sizes(chunks: int, half: int, dim: int, dtype: Any) -> dict[str, int]:
 
 
 def _body(keys_ref: Any, first_ref: Any, count_ref: Any, best_ref: Any, *, rows: int, columns: int) -> None:
+    """Write the ranks of the best edges of `rows` even slots of one chunk of one head."""
     half, dim = best_ref.shape[0], keys_ref.shape[1]
     begin, start = pl.program_id(1) * 2 * half, pl.program_id(2) * rows
-    live = jnp.minimum(count_ref[0] - begin, 2 * half)  # slots of this chunk that contain a key
+    # Number of keys from this chunk's start on, at most one chunk. It is zero or negative for an empty chunk.
+    live = jnp.minimum(count_ref[0] - begin, 2 * half)
     first = first_ref[0] + begin
 
     def load(start: Any, size: int, odd: int) -> tuple[Array, Array, Array]:
-        """Load keys at even or odd slots. Return them with their pair's index and whether the slot contains a key."""
+        """Load keys at even or odd slots. Return them, their pairs' indices, and whether their slots contain keys."""
         pair = start + jnp.arange(size, dtype=jnp.int32)
-        place = 2 * pair + odd
-        inside = place < live
+        slot = 2 * pair + odd  # of this chunk
+        inside = slot < live
         mask = jnp.broadcast_to(inside[:, None], (size, dim))
-        at = (first + place)[:, None], jnp.arange(dim, dtype=jnp.int32)[None]
+        at = (first + slot)[:, None], jnp.arange(dim, dtype=jnp.int32)[None]
         return backend.load(keys_ref.at[*at], mask=mask, other=jnp.zeros((), keys_ref.dtype)), pair, inside
 
     @pl.when(2 * start < live)

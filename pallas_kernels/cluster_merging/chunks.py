@@ -1,10 +1,10 @@
-"""Split slots into chunks."""
+"""Split the slots of a cache into chunks. `reference.py` and the TPU kernel use it."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-def from_place(x: Array, first: Int[Array, " B"], size: int) -> Array:
+def from_slot(x: Array, first: Int[Array, " B"], size: int) -> Array:
     """Return `size` entries [B, K, size, ...] of `x` [B, K, S, ...], from slot `first` of each sequence on.
 
     Indices outside `x` are clipped to its ends.
@@ -22,8 +22,8 @@ def chunked(
     Returns:
         The chunks, and which of their slots are among the `count` tokens from `first` on.
     """
-    batch, heads, places = x.shape[:3]
-    chunks = -(-places // chunk)
+    batch, heads, slots = x.shape[:3]
+    chunks = -(-slots // chunk)
     live = jnp.arange(chunks * chunk, dtype=jnp.int32) < count[:, None, None]
     live = jnp.broadcast_to(live, (batch, heads, chunks * chunk)).reshape(batch, heads, chunks, chunk)
-    return from_place(x, first, chunks * chunk).reshape(*live.shape, *x.shape[3:]), live
+    return from_slot(x, first, chunks * chunk).reshape(*live.shape, *x.shape[3:]), live

@@ -1,4 +1,6 @@
-"""Triton kernels of `merge_clusters` and `copy_clusters`.
+"""Triton kernels of `merge_clusters` and `copy_clusters`: merge tokens and close the gaps, or copy tokens.
+
+`api.py` calls them if `unsupported_reason` returns None. Slots that contain tokens match `reference.py` up to rounding.
 
 `merge_clusters` is two kernels. The first copies every remaining token to its new slot, one part of a chunk per
 program. It only copies, so that many programs share a multiprocessor. The second overwrites some of these slots with
@@ -59,8 +61,8 @@ def merge_clusters(
     """Merge tokens and close gaps; see the public function.
 
     Args:
-        sizes: `pairs` of neighbours moved per program, `odd` slots averaged per program, and `warps`, instead of the
-            tuned sizes.
+        sizes: `pairs` of slots moved per program, `odd` slots averaged per program, and `warps`, instead of the tuned
+            sizes.
     """
     if sizes is None:
         half, dim, dtype = target.shape[-1], tokens.k.shape[-1], tokens.k.dtype.name
@@ -96,13 +98,13 @@ def _call(
     room = [] if into is None else [x.reshape(y.shape) for x, y in zip(into, arrays, strict=True)]
     edges = pl.BlockSpec((None, None, half), lambda h, n, i: (h, n, 0))
     begin = pl.BlockSpec((None, 1), lambda h, n, i: (h, n))
-    row = pl.BlockSpec((1,), lambda h, n, i: (h // heads,))
+    sequence = pl.BlockSpec((1,), lambda h, n, i: (h // heads,))
     written = room
     for name, body, size in (("move_clusters", _move, pairs), ("merge_clusters", _merge, odd)):
         written = triton_call(
             functools.partial(body, size=size),
             grid=(fold, chunks, half // size),
-            in_specs=[*map(entry, arrays), edges, begin, row, row, *map(entry, written)],
+            in_specs=[*map(entry, arrays), edges, begin, sequence, sequence, *map(entry, written)],
             out_specs=[*map(entry, arrays)],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
             input_output_aliases={len(inputs) + i: i for i in range(len(written))},
@@ -127,10 +129,10 @@ def copy_clusters(
     Args:
         sizes: `rows` copied per program and `warps`, instead of the tuned sizes.
     """
-    batch, heads, places, dim = tokens.k.shape
+    batch, heads, slots, dim = tokens.k.shape
     fold = batch * heads
     if sizes is None:
-        case = {"heads": fold, "places": places, "head_dim": dim, "dtype": tokens.k.dtype.name}
+        case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": tokens.k.dtype.name}
         sizes = tuned("copy_clusters", case, {"rows": 64, "warps": 4})
     rows = sizes["rows"]
     arrays, written = ([x.reshape(fold, *x.shape[2:]) for x in of] for of in (tokens, into))
@@ -141,16 +143,16 @@ def copy_clusters(
 
         @pl.when(first < end)
         def _copy() -> None:
-            place = first + jnp.arange(rows, dtype=jnp.int32)
+            slot = first + jnp.arange(rows, dtype=jnp.int32)
             # load everything first, so that no load waits for a store
-            copied = [_load(ref, place, place < end) for ref in array_refs]
+            copied = [_load(ref, slot, slot < end) for ref in array_refs]
             for out_ref, x in zip(refs[-len(arrays) :], copied, strict=True):
-                _store(out_ref, place, x, place < end)
+                _store(out_ref, slot, x, slot < end)
 
     specs = [*map(entry, arrays)]
     copied = triton_call(
         body,
-        grid=(fold, pl.cdiv(places, rows)),
+        grid=(fold, pl.cdiv(slots, rows)),
         in_specs=[*specs, pl.BlockSpec((1,), lambda h, i: (h // heads,)), *specs],
         out_specs=specs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
@@ -207,21 +209,21 @@ def _pairs(
     return _Pairs(even, even + 1, even_live, odd_live, stays, even_to, even_to + stays.astype(jnp.int32))
 
 
-def _rows(ref: Any, place: Array, mask: Array) -> tuple[tuple[Any, ...], Array]:
+def _rows(ref: Any, slot: Array, mask: Array) -> tuple[tuple[Any, ...], Array]:
     """Return the index of entries by slot, and its mask. Entries are vectors or scalars."""
     if len(ref.shape) == 1:
-        return (place,), mask
+        return (slot,), mask
     dim = ref.shape[1]
-    return (place[:, None], jnp.arange(dim, dtype=jnp.int32)[None]), jnp.broadcast_to(mask[:, None], (place.size, dim))
+    return (slot[:, None], jnp.arange(dim, dtype=jnp.int32)[None]), jnp.broadcast_to(mask[:, None], (slot.size, dim))
 
 
-def _load(ref: Any, place: Array, mask: Array) -> Array:
-    index, mask = _rows(ref, place, mask)
+def _load(ref: Any, slot: Array, mask: Array) -> Array:
+    index, mask = _rows(ref, slot, mask)
     return backend.load(ref.at[*index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _store(ref: Any, place: Array, values: Array, mask: Array) -> None:
-    index, mask = _rows(ref, place, mask)
+def _store(ref: Any, slot: Array, values: Array, mask: Array) -> None:
+    index, mask = _rows(ref, slot, mask)
     backend.store(ref.at[*index], values, mask=mask)
 
 
@@ -237,9 +239,9 @@ def _move(*refs: Any, size: int) -> None:
     @pl.when((chunk == 0) & (begin == 0))
     def _before() -> None:
         def keep(i: Array, _: None) -> None:
-            place = i * KEPT + jnp.arange(KEPT, dtype=jnp.int32)
+            slot = i * KEPT + jnp.arange(KEPT, dtype=jnp.int32)
             for ref, out_ref in zip(arrays, outs, strict=True):
-                _store(out_ref, place, _load(ref, place, place < base), place < base)
+                _store(out_ref, slot, _load(ref, slot, slot < base), slot < base)
 
         jax.lax.fori_loop(0, pl.cdiv(base, KEPT), keep, None)
 
@@ -260,18 +262,18 @@ def _merge(*refs: Any, size: int) -> None:
     (half,) = target_ref.shape
     chunk, begin = pl.program_id(1), pl.program_id(2) * size
     first = first_ref[0] + chunk * (2 * half)
-    place, target = jnp.arange(half, dtype=jnp.int32), target_ref[...]
-    gone = (target >= begin) & (target < begin + size) & (first + 2 * place < first_ref[0] + count_ref[0])
+    pair, target = jnp.arange(half, dtype=jnp.int32), target_ref[...]
+    gone = (target >= begin) & (target < begin + size) & (first + 2 * pair < first_ref[0] + count_ref[0])
 
     @pl.when(jnp.max(gone.astype(jnp.int32)) > 0)
     def _some() -> None:
         pairs = _pairs(chunk, begin, size, *edges)
         own = begin + jnp.arange(size, dtype=jnp.int32)
-        joined = (target[None] == own[:, None]) & gone[None]  # [odd places, even places]
+        joined = (target[None] == own[:, None]) & gone[None]  # [odd slots, even slots]
 
         def after(last: Int[Array, " O"]) -> Int[Array, " O"]:
-            """Return the next even slot merged into each odd slot, `half` if there is none."""
-            return jnp.min(jnp.where(joined & (place[None] > last[:, None]), place[None], half), axis=1)
+            """Return the pair of the next even slot merged into each odd slot, `half` if there is none."""
+            return jnp.min(jnp.where(joined & (pair[None] > last[:, None]), pair[None], half), axis=1)
 
         def add(state: tuple[Array, ...]) -> tuple[Array, ...]:
             even, degree, newest, *totals = state

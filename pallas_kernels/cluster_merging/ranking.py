@@ -1,7 +1,7 @@
-"""Edges as integers that order by similarity, then by target, so that one maximum finds the best edge and its first
-target.
+"""Ranks: edges as integers, ordered by similarity and then by target, earlier targets higher.
 
-The kernels of `chunk_similarity` use these ranks.
+One maximum over ranks thus finds the best edge, and the first of equal ones. The kernels of `chunk_similarity` use
+them.
 """
 
 import jax
@@ -26,7 +26,7 @@ def rank(product: Array, even: Array, odd: Array, target: Array) -> Int[Array, "
 
     Args:
         product: inner products of keys at even and odd slots, one parity along each axis.
-        even, odd: inverse lengths of these keys, broadcastable to `product`.
+        even, odd: inverse norms of these keys, broadcastable to `product`.
         target: index of the edge's odd slot, less than `MOST`, broadcastable to `product`.
     """
     rounded = product * even * (odd * (1 / RESOLUTION)) + _INTEGERS
@@ -34,7 +34,7 @@ def rank(product: Array, even: Array, odd: Array, target: Array) -> Int[Array, "
 
 
 def inverse_length(keys: Float[Array, "P H"]) -> Float[Array, " P"]:
-    """Return one over each key's length, and 0 for keys of length 0."""
+    """Return one over each key's Euclidean norm, and 0 for keys of norm 0."""
     square = jnp.sum(jnp.square(keys.astype(jnp.float32)), axis=-1)
     return jnp.where(square > 0, jax.lax.rsqrt(square), 0.0)
 

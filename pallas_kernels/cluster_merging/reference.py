@@ -1,11 +1,15 @@
-"""XLA reference of cluster merging: one matmul per chunk, then a gather of the remaining tokens."""
+"""XLA reference of `chunk_similarity`, `merge_clusters` and `copy_clusters`.
+
+The `Op`s in `api.py` call it if no kernel supports the case. Similarities are one matmul per chunk. Merging is another
+matmul per chunk, then a gather of the remaining tokens.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..kmeans import Nearest
-from .chunks import chunked, from_place
+from .chunks import chunked, from_slot
 from .types import Clusters
 
 RESOLUTION = 2.0**-14
@@ -45,7 +49,7 @@ def merge_clusters(
     (k, live), (v, _), (pos, _), (weight, _) = (chunked(x, first, count, chunk) for x in tokens)
     weight = jnp.where(live, weight, 0.0)
     pos = jnp.where(live, pos, -1)
-    joined = target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32)  # [B, K, N, A, odd places]
+    joined = target[..., None] == jnp.arange(chunk // 2, dtype=jnp.int32)  # [B, K, N, A, odd slots]
 
     share = jnp.where(joined, weight[..., 0::2, None], 0.0)
     odd = weight[..., 1::2]
@@ -60,12 +64,12 @@ def merge_clusters(
         centroid = jnp.where((degree > odd)[..., None], total / jnp.maximum(degree, 1.0)[..., None], centroid)
         return rows[..., 0::2, :], centroid.astype(rows.dtype)
 
-    batch, heads, places = tokens[2].shape
+    batch, heads, slots = tokens[2].shape
     size = live.shape[2] * chunk
     stays = jnp.stack([target < 0, jnp.ones_like(target, bool)], axis=-1).reshape(*live.shape[:3], -1)[..., :chunk]
     index, filled = _first(stays.reshape(batch, heads, size) & live.reshape(batch, heads, size))
     source = jnp.asarray(_halves(size, chunk))[index]
-    back = jnp.arange(places, dtype=jnp.int32) - first[:, None]
+    back = jnp.arange(slots, dtype=jnp.int32) - first[:, None]
 
     def gather(before: Array, even: Array, odd: Array, free: int) -> Array:
         """Return the slots before the chunks, then the remaining tokens in order, from the even and odd slots of all
@@ -76,7 +80,7 @@ def merge_clusters(
         left = jnp.where(
             filled[wide], jnp.take_along_axis(halves, source[wide], axis=2), jnp.asarray(free, halves.dtype)
         )
-        left = from_place(left, -first, places)
+        left = from_slot(left, -first, slots)
         return jnp.where((back < 0)[:, None][wide], before, left)
 
     return [
@@ -94,18 +98,18 @@ def copy_clusters(tokens: Clusters, size: Int[Array, " B"], into: Clusters) -> C
 
 def _first(stays: Bool[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Bool[Array, "B K S"]]:
     """Return the slots where `stays` is True, ascending and padded with 0, and which of them are not padding."""
-    batch, heads, places = stays.shape
-    rank = jnp.where(stays, jnp.cumsum(stays, axis=-1, dtype=jnp.int32) - 1, places)  # out of bounds: dropped
+    batch, heads, slots = stays.shape
+    rank = jnp.where(stays, jnp.cumsum(stays, axis=-1, dtype=jnp.int32) - 1, slots)  # out of bounds: dropped
     rows, columns = np.ogrid[:batch, :heads]
-    place = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), stays.shape)
-    index = jnp.zeros_like(place).at[rows[..., None], columns[..., None], rank].set(place, mode="drop")
-    return index, jnp.arange(places, dtype=jnp.int32) < jnp.sum(stays, axis=-1, dtype=jnp.int32)[..., None]
+    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), stays.shape)
+    index = jnp.zeros_like(slot).at[rows[..., None], columns[..., None], rank].set(slot, mode="drop")
+    return index, jnp.arange(slots, dtype=jnp.int32) < jnp.sum(stays, axis=-1, dtype=jnp.int32)[..., None]
 
 
-def _halves(places: int, chunk: int) -> Int[np.ndarray, " S"]:
+def _halves(slots: int, chunk: int) -> Int[np.ndarray, " S"]:
     """Return each slot's index in an order that has the even slots of all chunks before the odd ones."""
-    place = np.arange(places, dtype=np.int32)
-    at, half = place % chunk, -(-chunk // 2)
-    even = place // chunk * half + at // 2
-    odd = places // chunk * half + place // chunk * (chunk // 2) + at // 2
+    slot = np.arange(slots, dtype=np.int32)
+    at, half = slot % chunk, -(-chunk // 2)
+    even = slot // chunk * half + at // 2
+    odd = slots // chunk * half + slot // chunk * (chunk // 2) + at // 2
     return np.where(at % 2 == 0, even, odd)

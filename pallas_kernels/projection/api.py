@@ -36,7 +36,7 @@ def projection(
 ) -> list[Float[Array, "*B _"]]:
     """Multiply inputs with one or more matrices, accumulating in float32.
 
-    A product is rounded to the dtype of `x` before the residual is added. With `norm`, a Pallas kernel divides by the
+    A product is rounded to `dtype` before the residual is added. With `norm`, a Pallas kernel divides by the
     root mean square after the matmul instead of before. Its result is closer to the exact one than XLA's.
 
     Args:

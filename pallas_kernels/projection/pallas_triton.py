@@ -1,4 +1,6 @@
-"""Triton kernels of `projection` and `gated_projection`, for a few rows. They read each weight once.
+"""Triton kernels of `projection` and `gated_projection`: matmuls of a few rows. They read each weight once.
+
+`api.py` calls them if `unsupported_reason` returns None. Results match `reference.py` up to rounding.
 
 A program computes a block of outputs. It loops over the inputs and its part of the weights, and writes only the
 outputs.

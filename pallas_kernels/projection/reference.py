@@ -1,4 +1,4 @@
-"""XLA reference of the projections."""
+"""XLA reference of `projection` and `gated_projection`. `Op` in `api.py` calls it if no kernel supports the case."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from .quantized import Matrix, QuantizedMatrix, multiplied
 from .types import Norm
 
 NARROW = 2048
-"""Matrices with fewer outputs are concatenated before a matmul of many rows on GPUs, if neighbours have one size.
+"""Adjacent matrices of equal shape with fewer outputs than this are concatenated before the matmul.
 
-On an H200, a matmul of 32768 tokens with the 1024 outputs of keys or values runs at 470 TFLOP/s, and with both at 750
-TFLOP/s.
+This is done on GPUs, for at least `MANY` rows, unless a matrix is quantised. On an H200, a matmul of 32768 tokens with
+the 1024 outputs of keys or values runs at 470 TFLOP/s, and with both at 750 TFLOP/s.
 """
 
 MANY = 1024
-"""Minimum number of rows for which this is faster, since it copies the matrices."""
+"""Minimum number of rows for which concatenation is faster. Concatenating copies the matrices."""
 
 
 def projection(
@@ -30,7 +30,11 @@ def projection(
     residual: Float[Array, "*B O"] | None = None,
     dtype: Any,
 ) -> list[Float[Array, "*B _"]]:
-    """Multiply by one matrix after the other. Each product is rounded to the dtype of `x` before anything is added."""
+    """Multiply `x` by each matrix; see `api.projection`.
+
+    Returns one product per matrix, rounded to `dtype` before the residual is added. The public function allows
+    `residual` for a single matrix only.
+    """
     x = x if norm is None else norm(x)
     products = [product for together in _groups(x, weights) for product in _products(x, together, dtype)]
     if residual is None:
@@ -45,13 +49,13 @@ def projection(
 def gated_projection(
     x: Float[Array, "*B D"], weights: Sequence[Matrix], *, norm: Norm | None = None
 ) -> Float[Array, "*B O"]:
-    """Compute silu(gate x) · up x."""
+    """Compute silu(gate x) · up x; see `api.gated_projection`. `weights` are the two matrices (gate, up)."""
     x, (gate, up) = x if norm is None else norm(x), weights
     return jax.nn.silu(_product(x, gate, x.dtype)) * _product(x, up, x.dtype)
 
 
 def _groups(x: Array, weights: Sequence[Matrix]) -> list[list[Any]]:
-    """Group the matrices, in order. Those of one group are multiplied at once."""
+    """Group adjacent matrices. The matrices of a group are concatenated and multiplied at once; see `NARROW`."""
     many = target().platform == "gpu" and x.size // x.shape[-1] >= MANY
     groups: list[list[Any]] = []
     for w in weights:

@@ -1,9 +1,12 @@
-"""Llama-3.1-8B's shape with weights in 8 and 4 bits on one v5e, by the TPU compiler's word."""
+"""`benchmarks.fits`: memory of Llama-3.1's shapes on TPU chips, as the TPU compiler reports it, and its result file."""
+
+from pathlib import Path
 
 import pytest
 from kernels.ahead_of_time import chip
 
-from benchmarks.fits import measure
+from benchmarks import report
+from benchmarks.fits import main, measure
 from kvjax.bench.case import Case
 from kvjax.config import PRESETS
 from kvjax.models import abstract
@@ -11,6 +14,17 @@ from kvjax.models.params import nbytes
 from kvjax.runtime.absent_tpu import mesh
 
 LAYERS = 2
+
+
+def test_results_with_other_settings_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "fits.json"
+    settings = {"chip": "v5e", "shape": "llama-3.1-8b", "layers": None, "dtype": "bfloat16", "block": 4096}
+    report.write(out, report.header(**settings), [{"policy": "snapkv"}])
+    before = out.read_bytes()
+    monkeypatch.setattr("sys.argv", ["fits", "--layers", "2", "--out", str(out)])
+    with pytest.raises(SystemExit, match=r"fits\.json was measured with other settings: .* give another --out"):
+        main()
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(

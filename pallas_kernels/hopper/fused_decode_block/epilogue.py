@@ -1,4 +1,7 @@
-"""Steps of the Hopper kernel after each matmul, by individual threads, in Mosaic's MLIR dialect."""
+"""Steps of the Hopper kernel after each matmul, by individual threads, in Mosaic's MLIR dialect.
+
+`plan.py` defines the words. `pallas_mosaic_gpu.py` calls `add_diagonals` for the products of each block.
+"""
 
 from typing import Any
 
@@ -32,15 +35,15 @@ def sync() -> None:
 def add_diagonals(
     products: Array, out: Any, column: Array, *, parts: int, second: int, scale: Any = None, scales: Any = None
 ) -> None:
-    """Write outputs. Each is the sum of the diagonal of a block [s, s] of the products [64, B s]; see `plan.py`.
+    """Write a block's outputs. Each is the sum of the diagonal of s by s products; see `plan.py`.
 
     Args:
-        products: result of a matmul.
+        products: products of the block, [64, B s], with rows (output, part) and columns (sequence, part).
         out: shared memory, [8, columns], or [2, 8, columns] if each half of the products has its own array.
         column: column of the first half's outputs.
         parts: s.
         second: offset of the second half's column; unused if that half has its own array.
-        scale: factors [8], one per row of inputs, in shared memory.
+        scale: factors [8], one per sequence, in shared memory.
         scales: factors of outputs, for each column of `out`, [columns] or [2, columns], in shared memory. They are
             given for int8 weights; the rows of the products are then in the order of `row_of`.
     """
@@ -67,7 +70,7 @@ def add_diagonals(
                 on = equal(arith.remui(arith.addi(first, int_of(place)), int_of(parts)), part)
                 total = arith.addf(total, arith.select(on, item(register, place), float_of(0.0)))
             total = sum_over(total, bits)
-            token, which = arith.divui(first, int_of(parts)), arith.divui(row, int_of(HALF))
+            sequence, which = arith.divui(first, int_of(parts)), arith.divui(row, int_of(HALF))
             at = arith.addi(column.registers.item(), arith.divui(arith.remui(row, int_of(HALF)), int_of(parts)))
             if not apart:
                 at = arith.addi(at, arith.muli(which, int_of(second)))
@@ -75,33 +78,34 @@ def add_diagonals(
             array = (which,) if apart else ()
             with if_then(one):
                 if of_rows:
-                    total = arith.mulf(total, memref.load(factors[0], indices(token)))
+                    total = arith.mulf(total, memref.load(factors[0], indices(sequence)))
                 if of_outputs:
                     total = arith.mulf(total, memref.load(factors[-1], indices(*array, at)))
-                memref.store(total, out, indices(*array, token, at))
+                memref.store(total, out, indices(*array, sequence, at))
                 scf.yield_([])
 
     _write(products, column, out, *factors)
 
 
 def inverse_roots(squares: Any, out: Any, *, depth: int, eps: float) -> None:
-    """Compute 1 / sqrt(mean square + eps) of each row from all programs' sums of squares [programs, 8], in shared
-    memory.
+    """Compute 1 / sqrt(mean square + eps) of each sequence from all programs' sums of squares [programs, 8].
+
+    Both arrays are in shared memory.
     """
 
     @inline(REF, REF)
     def _write(_: Any, squares: Any, out: Any) -> None:
         warp, lane = warp_and_lane()
         for i in range(2):
-            row = arith.addi(arith.muli(warp, int_of(2)), int_of(i))
+            sequence = arith.addi(arith.muli(warp, int_of(2)), int_of(i))
             total = float_of(0.0)
             for first in range(0, PROGRAMS, 32):
-                total = arith.addf(total, memref.load(squares, indices(arith.addi(lane, int_of(first)), row)))
+                total = arith.addf(total, memref.load(squares, indices(arith.addi(lane, int_of(first)), sequence)))
             mean = arith.mulf(sum_over(total, [1, 2, 4, 8, 16]), float_of(1 / depth))
             f32 = ir.F32Type.get()
             root: Any = llvm.inline_asm(f32, [arith.addf(mean, float_of(eps))], "rsqrt.approx.f32 $0, $1;", "=f,f")
             with if_then(equal(lane, int_of(0))):
-                memref.store(root, out, indices(row))
+                memref.store(root, out, indices(sequence))
                 scf.yield_([])
         utils.warpgroup_barrier()
 

@@ -1,4 +1,8 @@
-"""Grid barriers of the Hopper kernel, and stores of results that other programs read, in Mosaic's MLIR dialect."""
+"""Grid barriers of the Hopper kernel, and stores of results that other programs read, in Mosaic's MLIR dialect.
+
+After each matmul, `pallas_mosaic_gpu.py` calls `publish` for a program's outputs, then `grid_barrier`. Every program
+can then load the outputs of all programs, which are the inputs of the next matmul.
+"""
 
 import math
 from typing import Any
@@ -87,7 +91,7 @@ def publish_sums(x: Array, out: Any, program: Array) -> None:
 
 
 def grid_barrier(counters: Any, which: int, previous: int, program: Array, *, copied: bool = False) -> None:
-    """Grid barrier: wait until every program arrives, and what each has written is visible to all.
+    """Wait until every program has arrived. What each has written is then visible to all.
 
     Args:
         counters: at least three counters in global memory, all zero before the first call.

@@ -1,12 +1,17 @@
 """Matmuls with 4-bit weights in the Hopper kernel, with `wgmma`, in Mosaic's MLIR dialect.
 
+`plan.py` defines the words. Here there are s = 8 parts, and a chunk has 256 inputs (8 groups) of every part. Rows of a
+`wgmma` are (output, part), so that 64 rows are 8 outputs. Its columns are (sequence, part). Only products with equal
+parts are used; `epilogue.add_diagonals` sums them. `pallas_mosaic_gpu.py` calls `take`, then `add`, for each chunk of a
+block, and `joined` once per block.
+
 A weight is `code * scale + minimum`, with one scale and minimum per group of 32 inputs. The codes alone are exact in
 bfloat16. The matrix units multiply them, one group at a time, and the result is multiplied by the group's scale in
 float32. What all codes of a group have in common, such as the minimum, is multiplied by the sum of the group's inputs.
 
-Codes in shared memory have the layout of `GroupedMatrix`. Every output has 16 rows of bytes; a byte has members m and m
-+ 16 of its group. Each part has eight adjacent groups. A `wgmma` adds 16 inputs: first those of one group's low
-half-bytes, then those of its high half-bytes. The inputs therefore keep their order.
+Codes in shared memory have the layout of `GroupedMatrix`. Every output has 16 rows of bytes, with a byte for each of
+the 64 groups of a chunk. A byte has inputs (members) m and m + 16 of its group. A `wgmma` adds 16 inputs: first those
+of one group's low half-bytes, then those of its high half-bytes. The inputs therefore keep their order.
 """
 
 from typing import Any
@@ -24,7 +29,7 @@ from .mlir_helpers import REF, float_of, inline, int_of, item, shared_address, s
 from .plan import BYTES, GROUPS, LINE, ROWS
 
 OUTPUTS = ROWS * GROUPS // LINE
-"""Number of outputs whose parts are 64 rows."""
+"""Outputs per 64 rows: 8, each with 8 parts."""
 
 TILED = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
 """Layout of codes in shared memory. The swizzle interleaves the 16-byte pieces of eight rows, which reduces bank
@@ -35,7 +40,7 @@ INPUTS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 """Layout of inputs in shared memory."""
 
 OFFSET = 128.0
-"""A code in the low bits of this bfloat16 number gives code + `OFFSET`."""
+"""The bits of a code, or-ed with those of bfloat16 128, are the number 128 + code."""
 
 CENTRE = 8.0
 """The code that represents zero in matrices without minima."""
@@ -58,12 +63,16 @@ def _f32x2(first: Any, second: Any) -> Any:
 
 
 def take(codes: Any, factors: Any, tile: int) -> Array:
-    """Load what a thread needs of 64 rows of weights, and of their scales and minima.
+    """Load what a thread needs of a block's codes, scales and minima.
 
     Args:
-        codes: of a slot, uint8 [16 * outputs, 64].
+        codes: codes of a slot in shared memory, uint8 [16 * outputs, 64].
         factors: scales and, if there are any, minima; float16 [1 or 2, outputs, 64].
-        tile: index of the 64 rows in the slot.
+        tile: index of the block in the slot.
+
+    Returns:
+        int32 words per thread: 16 of codes, 8 of the scales of all groups, and, per kind of factor (scale and minimum),
+        2 for the groups whose sums the thread adds. Opaque; pass them to `add`.
     """
     kinds = factors.shape[0]
     count = 16 + 8 + 2 * kinds
@@ -101,14 +110,15 @@ def take(codes: Any, factors: Any, tile: int) -> Array:
 
 
 def add(words: Array, inputs: Any, sums: Any, total: Array, rest: Array) -> tuple[Array, Array]:
-    """Add the products of 64 rows of weights with a chunk of inputs to `total`.
+    """Add the products of a block of weights with a chunk of inputs to `total`.
 
     Args:
         words: what `take` returned.
-        inputs: [N, 256] in shared memory, eight parts of each row; N = 8 B.
-        sums: sum of each group of inputs, [8 N], in shared memory.
-        total: [64, N].
-        rest: a thread's share of the terms in the sums of inputs, in two columns of its rows; see `joined`.
+        inputs: bfloat16 [N, 256] in shared memory, with N = 8 B rows (sequence, part).
+        sums: sum of each group of inputs, float32 [8 N] in shared memory, eight groups per row of `inputs`.
+        total: scaled sums of codes times inputs, float32 [64, N].
+        rest: what the minima and `OFFSET` contribute. It has the layout of `total`, but a thread's two numbers are of
+            two of a row's eight groups. Only `joined` may read it.
 
     Returns:
         The new `total` and `rest`.
@@ -163,8 +173,10 @@ def _descriptor(inputs: Any) -> Any:
 
 
 def _multiply(codes: list[Any], start: Any, group: int, columns: int) -> list[Any]:
-    """Issue the `wgmma`s of one group, for codes + `OFFSET`. Their results are valid after a wait."""
+    """Issue the `wgmma`s of one group of every part, for codes + `OFFSET`. Their results are valid after a wait."""
     integer, wide = word(), ir.IntegerType.get_signless(64)
+    # A word has the bytes of four groups. `prmt` joins the halves of two words that contain this group's bytes. After a
+    # shift, `lop3` computes (x & 0x000f000f) | 0x43004300, which is two bfloat16 numbers 128 + code.
     of_group, byte = divmod(group, 4)
     pairs = []  # by eight members, then by output
     for members in range(2):
@@ -207,12 +219,14 @@ def _several(text: str, constraints: str, arguments: list[Any], count: int) -> l
     return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
 
 
-def _wait_and_add(groups: Any, products: list[Any], later: int, scales: list[Any], totals: list[Any]) -> None:
-    """Wait until at most `later` groups of `wgmma`s are pending, then scale the products of `groups` and add them."""
+def _wait_and_add(groups: Any, products: list[Any], pending: int, scales: list[Any], totals: list[Any]) -> None:
+    """Wait until the `wgmma`s of at most `pending` groups are pending, then scale the products of `groups` and add them
+    to `totals`.
+    """
     flat = [number for group in products for number in group]
     count = len(flat)
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
-    flat = _several(f"wgmma.wait_group.sync.aligned {later};", constraints, flat, count)
+    flat = _several(f"wgmma.wait_group.sync.aligned {pending};", constraints, flat, count)
     each = count // len(products)
     for i, group in enumerate(groups):
         found = flat[i * each : (i + 1) * each]
@@ -231,24 +245,28 @@ def _halves(word: Any) -> list[Any]:
 
 
 def _add_rest(factors: list[Any], sums: Any, rests: list[Any], blocks: int) -> None:
-    """Add the terms in the sums of inputs, for a thread's two of eight groups of the same part of two outputs.
+    """Add the sums of inputs times their factors to `rests`: a thread's two of eight groups of one part, two outputs.
 
-    The factor of a sum is the group's minimum, less its scale times `OFFSET` (and `CENTRE`, if there are no minima).
+    The factor of a sum is the group's minimum, less its scale times `OFFSET`. Without minima it is the scale times
+    -(`OFFSET` + `CENTRE`).
     """
     _, lane = warp_and_lane()
     start = arith.addi(shared_address(sums), arith.muli(lane, int_of(8)))
     inputs = [_read(start, 4 * 8 * GROUPS * block, ir.F32Type.get(), 2) for block in range(blocks)]
-    of_level = float_of(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
+    of_code = float_of(-OFFSET if len(factors) > 2 else -OFFSET - CENTRE)
     for output in range(2):
         minima = _f32x2(*_halves(factors[2 + output])) if len(factors) > 2 else _f32x2(float_of(0.0), float_of(0.0))
-        found = vector.fma(_f32x2(*_halves(factors[output])), _f32x2(of_level, of_level), minima)
+        found = vector.fma(_f32x2(*_halves(factors[output])), _f32x2(of_code, of_code), minima)
         for block in range(blocks):
             at = 2 * block + output
             rests[at] = vector.fma(found, inputs[block], rests[at])
 
 
 def joined(total: Array, rest: Array) -> Array:
-    """Return `total` plus the `rest` that four threads have of each row, in all columns of the same inputs."""
+    """Sum each row's `rest` over its four threads, and add it to all 8 columns of that sequence in `total`.
+
+    Only the column of equal part is used later, so the other columns may be wrong.
+    """
     kind = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
     @inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, returns=kind)

@@ -1,4 +1,6 @@
-"""Matmuls with int8 weights in the Hopper kernel, in Mosaic's MLIR dialect.
+"""Matmuls with int8 weights in the Hopper kernel, in Mosaic's MLIR dialect. `plan.py` defines the words.
+
+`pallas_mosaic_gpu.py` calls `load_codes`, then `multiply_codes`, for each chunk of a block.
 
 The matrix units cannot multiply int8 by bfloat16. Codes are converted to bfloat16 in registers and multiplied from
 there by each warp (`mma.sync`). No thread waits for another warp, and threads exchange nothing.
@@ -23,7 +25,7 @@ DIVISOR = 64.0
 
 
 def row_of(down: Any) -> Any:
-    """Return the row of codes, of eight, that row `down` of a product belongs to: 0, 4, 1, 5 and so on.
+    """Return which of eight rows of codes row `down` of the products belongs to: 0, 4, 1, 5 and so on.
 
     With the swizzle of shared memory, 64 codes of two consecutive rows of this order are in different banks.
     """
@@ -46,8 +48,8 @@ def _four(pointer: Any, offset: int) -> Any:
 def load_codes(ref: Any, transforms: Any) -> Array:
     """Load int8 codes [64, k] from shared memory, four per word, as `multiply_codes` expects them.
 
-    A thread loads 16 codes at once. The 16 inputs that one `mma` adds can be any, if codes and inputs agree. Threads
-    therefore need not exchange codes.
+    A thread loads 16 codes at once, and multiplies codes that it loaded. The 16 inputs that one `mma` adds can be any,
+    provided that codes and inputs have the same order. Threads therefore need not exchange codes.
     """
     depth = ref.shape[-1]
     layout = plgpu.Layout.WG_STRIDED((ROWS, depth // 4), vec_size=4)
@@ -100,16 +102,16 @@ def multiply_codes(total: Array, codes: Array, inputs: Any, transforms: Any) -> 
             sums[0][i // 2][2 * (i % 2) + 1] = item(register, 1)
         two = llvm.StructType.get_literal([i32] * 2)
         four = llvm.StructType.get_literal([f32] * 4)
-        for part in range(depth // 64):
+        for tile in range(depth // 64):  # 64 inputs
             numbers = []
             for block in range(blocks):
-                at = 1024 * (block * (depth // 64) + part)
+                at = 1024 * (block * (depth // 64) + tile)
                 words = [_four(pointer, at) for pointer in pointers]
                 numbers.append([item(word, i) for word in words for i in range(4)])
             for step in range(4):
                 halves = []
                 for half in range(2):
-                    word = item(codes.registers[2 * part + half], step)
+                    word = item(codes.registers[2 * tile + half], step)
                     pairs: Any = llvm.inline_asm(two, [word], _CONVERT, "=r,=r,r")
                     halves.append([llvm.extractvalue(i32, pairs, [i]) for i in range(2)])
                 first = [halves[half][i] for i in range(2) for half in range(2)]

@@ -1,6 +1,8 @@
 """Loads of the Hopper kernel's inputs, norms and scales from global memory by threads, in Mosaic's MLIR dialect.
 
-They do not use the TMA, which would process them after all copies of weights that were issued before.
+`plan.py` defines the words. Each load is two calls, so that several can be in flight: `read`, `read_inputs` or
+`read_squares` issues it, and the `write` function of the same name waits and stores the result in shared memory. They
+do not use the TMA, which would process them after all copies of weights that were issued before.
 """
 
 import math
@@ -118,51 +120,51 @@ class Inputs(NamedTuple):
     Attributes:
         transforms: tiling and swizzle of that array.
         rows: B.
-        parts: s, parts of a row.
-        chunk: inputs per part that are multiplied at a time.
-        adjacent: True if the s parts of a chunk are adjacent in a row of inputs, as for 4-bit weights. False if the
+        parts: number of parts, s.
+        chunk_size: inputs per part of a chunk.
+        adjacent: True if the s parts of a chunk are adjacent in a sequence's inputs, as for 4-bit weights. False if the
             chunks of a part are.
     """
 
     transforms: Any
     rows: int
     parts: int
-    chunk: int
+    chunk_size: int
     adjacent: bool
 
     def steps(self, chunks: int) -> int:
         """Return the number of steps in which 128 threads load 16 bytes each."""
-        return chunks * self.rows * self.parts * self.chunk // 8 // 128
+        return chunks * self.rows * self.parts * self.chunk_size // 8 // 128
 
     def place(self, step: int) -> tuple[int, Any, Any]:
-        """Return a thread's element of a step: the chunk, the row of the chunk, and the 16-byte piece of that row."""
-        each, pieces = self.chunk // 8, self.rows * self.parts * self.chunk // 8
-        part, first = divmod(128 * step, pieces)
+        """Return what a thread loads in a step: a chunk, its row (sequence, part), and a 16-byte piece of this row."""
+        each, pieces = self.chunk_size // 8, self.rows * self.parts * self.chunk_size // 8
+        chunk, first = divmod(128 * step, pieces)
         at = arith.addi(thread_index(), int_of(first))
-        return part, arith.divui(at, int_of(each)), arith.remui(at, int_of(each))
+        return chunk, arith.divui(at, int_of(each)), arith.remui(at, int_of(each))
 
-    def number(self, size: int, part: int, row: Any, piece: Any) -> Any:
-        """Return the index, among all inputs, of the first input of a piece."""
+    def number(self, size: int, chunk: int, row: Any, piece: Any) -> Any:
+        """Return the index of a piece's first input in the array [B, size] in global memory."""
         if self.adjacent:
             of_row = arith.muli(arith.divui(row, int_of(self.parts)), int_of(size))
-            line = arith.addi(arith.remui(row, int_of(self.parts)), int_of(part * self.parts))
-            of_part = arith.muli(line, int_of(self.chunk))
+            line = arith.addi(arith.remui(row, int_of(self.parts)), int_of(chunk * self.parts))
+            of_part = arith.muli(line, int_of(self.chunk_size))
         else:
-            of_row, of_part = arith.muli(row, int_of(size // self.parts)), int_of(part * self.chunk)
+            of_row, of_part = arith.muli(row, int_of(size // self.parts)), int_of(chunk * self.chunk_size)
         return arith.addi(arith.addi(of_row, of_part), arith.muli(piece, int_of(8)))
 
-    def offset(self, part: int, row: Any, piece: Any) -> Any:
+    def offset(self, chunk: int, row: Any, piece: Any) -> Any:
         """Return a piece's byte offset in shared memory, which has swizzled tiles of eight rows of 128 bytes."""
-        inside, tiles = arith.remui(row, int_of(8)), int_of(self.chunk // 64)
+        inside, tiles = arith.remui(row, int_of(8)), int_of(self.chunk_size // 64)
         tile = arith.addi(arith.muli(arith.divui(row, int_of(8)), tiles), arith.divui(piece, int_of(8)))
         within = arith.muli(arith.xori(arith.remui(piece, int_of(8)), inside), int_of(16))
         within = arith.addi(arith.muli(inside, int_of(128)), within)
-        begin = int_of(2 * part * self.rows * self.parts * self.chunk)
+        begin = int_of(2 * chunk * self.rows * self.parts * self.chunk_size)
         return arith.addi(begin, arith.addi(arith.muli(tile, int_of(1024)), within))
 
 
 def read_inputs(source: Any, how: Inputs, steps: range) -> Array:
-    """Issue the loads of inputs from global memory, which can have any shape; `write_inputs` waits for them."""
+    """Issue the loads of inputs [B, size], in any shape, from global memory. `write_inputs` waits for them."""
     size = math.prod(source.shape) // how.rows
 
     @inline(REF, returns=words_type(4 * len(steps)))
@@ -184,8 +186,8 @@ def write_inputs(words: Array, out: Any, how: Inputs, steps: range, sums: Any = 
         out: inputs in shared memory.
         how: their layout.
         steps: the steps that `words` has.
-        sums: [chunks, B s chunk / 32] in shared memory, for the sums of 32 adjacent inputs; None if they are not
-            needed.
+        sums: array for the sum of each group of inputs, [chunks, B s · groups], in shared memory; None if the sums are
+            not needed.
     """
     others = () if sums is None else (sums,)
 
@@ -196,25 +198,25 @@ def write_inputs(words: Array, out: Any, how: Inputs, steps: range, sums: Any = 
             four, place = unpacked[4 * i : 4 * i + 4], how.place(step)
             store_four(four, out, how.offset(*place))
             for group_sums in others:
-                _write_sum(four, place, group_sums, how.chunk // GROUP)
+                _write_sum(four, place, group_sums, how.chunk_size // GROUP)
 
     _write(words, out, *others)
 
 
 def _write_sum(four: list[Any], place: tuple[int, Any, Any], sums: Any, groups: int) -> None:
     """Store the sum of one group of inputs. Each of four threads has a piece of the group."""
-    part, row, piece = place
+    chunk, row, piece = place
     # A word has two bfloat16 values.
     numbers = [bits for word in four for bits in (arith.shli(word, int_of(16)), arith.andi(word, int_of(-65536)))]
     total = sum_over(reduce(arith.addf, [arith.bitcast(ir.F32Type.get(), bits) for bits in numbers]), [1, 2])
     with if_then(equal(arith.remui(piece, int_of(4)), int_of(0))):
         group = arith.addi(arith.muli(row, int_of(groups)), arith.divui(piece, int_of(4)))
-        memref.store(total, sums, indices(part, group))
+        memref.store(total, sums, indices(chunk, group))
         scf.yield_([])
 
 
 SQUARES = PROGRAMS * 8 // 128
-"""Sums of squares that each thread loads."""
+"""Number of sums of squares that each thread loads."""
 
 
 def read_squares(source: Any) -> Array:

@@ -1,4 +1,4 @@
-"""MLIR helpers for code of individual threads in Mosaic GPU kernels."""
+"""MLIR helpers for code of individual threads in Mosaic GPU kernels. The other modules of this folder use them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 REF = plgpu.RefType()
 """Marks an argument of `inline` as a reference."""
+
 SCALAR = plgpu.Layout.WG_SPLAT(())
 """Layout of a scalar argument of `inline`."""
 
@@ -111,7 +112,10 @@ def address_of(ref: Any, offset: Any = None) -> Any:
 
 
 def load_words(address: Any, kind: str) -> list[Any]:
-    """Load one or four words of global memory, before all following instructions. The L1 cache is bypassed."""
+    """Load one or four words of global memory, bypassing the L1 cache. `kind` is "u16", "b32" or "v4.b32".
+
+    The compiler does not move the load past other instructions with side effects.
+    """
     count = 4 if "v4" in kind else 1
     out = "{$0, $1, $2, $3}" if count == 4 else "$0"
     text = f"ld.relaxed.gpu.global.{kind} {out}, [${count}];"

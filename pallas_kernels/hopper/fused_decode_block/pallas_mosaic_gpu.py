@@ -1,9 +1,12 @@
 """Mosaic GPU kernel of `fused_decode_block` for Hopper GPUs, with bfloat16, int8 or 4-bit weights.
 
+`api.py` calls it if `unsupported_reason` returns None. Results match `reference.py` up to rounding. `plan.py` defines
+the words part, block, chunk and slot.
+
 The kernel is persistent: one program per multiprocessor computes its share of the outputs of four matmuls. Each matmul
 needs all results of the previous one. In each program:
 
-- One warp issues the TMA copies of all weights, in order of use, into a ring of slots in shared memory.
+- One warp, the producer, issues the TMA copies of all weights, in order of use, into a ring of slots in shared memory.
 - Two or three consumer warpgroups multiply the slots' weights in alternation, and add residuals and norms.
 
 A grid barrier separates the matmuls. Copies of weights continue during the barrier, so that memory does not idle for
@@ -163,20 +166,20 @@ def _call(
 
     batch, parts = sizes.rows, sizes.parts
     narrow, wide, (share_q, share_k) = sizes.outputs, sizes.wide, sizes.heads
-    chunk, slots, resident, groups = sizes.chunk, sizes.slots, sizes.inputs, sizes.warpgroups
+    chunk_size, slots, resident, warpgroups = sizes.chunk, sizes.slots, sizes.inputs, sizes.warpgroups
     width, inner = matrices[0].shape[0], matrices[1].shape[0]
-    counts = [size // parts // chunk for size in (attended.shape[1], width, inner)]
+    counts = [size // parts // chunk_size for size in (attended.shape[1], width, inner)]
     of_attended, of_width, of_inner = counts
     quantized, grouped = sizes.bits == 8, sizes.bits == 4
     blocks = {"o": sizes.blocks(narrow), "wide": wide * parts // HALF, "q": sizes.blocks(share_q)}
     if grouped:  # the gate and up projections alternate
         blocks["wide"] = 2 * sizes.blocks(wide)
-    a_block, a_half = ROWS // parts, HALF // parts
+    a_block, a_half = ROWS // parts, HALF // parts  # outputs
     apart = share_k * parts == ROWS  # k and v have one block each, not half a block
     pair = 2 if apart else 1
     # A warpgroup must observe every phase of a barrier that it waits on. A slot therefore has one barrier per
     # warpgroup, unless the same warpgroup always consumes it.
-    fixed = sizes.bits == 16 and slots % groups == 0
+    fixed = sizes.bits == 16 and slots % warpgroups == 0
     wide_columns = columns(wide)
     bfloat16, float32 = jnp.bfloat16, jnp.float32
     narrow_layout = plgpu.Layout.WG_STRIDED((8, 64), vec_size=4)
@@ -202,58 +205,77 @@ def _call(
         gain_refs = mlp_gain_ref, attn_gain_ref
         scales_smem: Any = factors_smem[0] if factors_smem else None
         group_sums_smem: Any = factors_smem[1] if grouped else None
-        how = loads.Inputs(tiled(2), batch, parts, chunk, grouped)
+        how = loads.Inputs(tiled(2), batch, parts, chunk_size, grouped)
 
         def _copy_weights() -> None:
             plgpu.barrier_wait(inputs_begun)  # the first inputs are loaded before weights
 
-            def issue(slot: int, count: int, chunks: int, take: Callable[..., None]) -> int:
-                """Issue the copies of `count` blocks in chunks; `take` copies one chunk of a block."""
+            def issue(slot: int, count: int, chunks: int, copy_chunk: Callable[..., None]) -> int:
+                """Issue the copies of a matmul's weights.
+
+                Args:
+                    slot: number of chunks copied before. The first chunk is in slot `slot` modulo `slots`.
+                    count: number of blocks, or of pairs of blocks that share slots.
+                    chunks: chunks per block.
+                    copy_chunk: copies one chunk of a block, given their indices, the slot, and the barrier to signal.
+
+                Returns:
+                    The number of chunks copied so far.
+                """
                 whole = sizes.whole(count, chunks)
 
                 def fill(i: Array, _: None) -> None:
-                    block, part = jax.lax.div(i, chunks), jax.lax.rem(i, chunks)
+                    block, chunk = jax.lax.div(i, chunks), jax.lax.rem(i, chunks)
                     at = jax.lax.rem(slot + i, slots)
                     nth = block if whole else slot + i
-                    ready = slot_full.at[at if fixed else jax.lax.rem(nth, groups) * slots + at]
+                    ready = slot_full.at[at if fixed else jax.lax.rem(nth, warpgroups) * slots + at]
 
                     @pl.when(slot + i >= slots)
                     def _wait() -> None:
                         plgpu.barrier_wait(slot_empty.at[at])
 
-                    take(block, part, at, ready)
+                    copy_chunk(block, chunk, at, ready)
 
                 jax.lax.fori_loop(0, count * chunks, fill, None)
                 return slot + count * chunks
 
             def halves(refs: Sequence[tuple[Any, Any]], rows: int, step: int) -> Callable[..., None]:
-                """Return a `take` for blocks of two halves of `rows` rows. Each half begins at a row of a matrix."""
+                """Return a `copy_chunk` for blocks of two halves.
 
-                def take(block: Array, part: Array, at: Array, ready: Any) -> None:
+                Args:
+                    refs: matrix of each half, and the row of the view at which its first block begins.
+                    rows: rows per half.
+                    step: rows from one block to the next.
+                """
+
+                def copy_chunk(block: Array, chunk: Array, at: Array, ready: Any) -> None:
                     for half, (ref, first) in enumerate(refs):
-                        taken = ref.at[pl.ds(first + block * step, rows), pl.ds(part * chunk, chunk)]
+                        taken = ref.at[pl.ds(first + block * step, rows), pl.ds(chunk * chunk_size, chunk_size)]
                         plgpu.copy_gmem_to_smem(taken, weights_smem.at[at, pl.ds(half * HALF, rows)], ready)
 
-                return take
+                return copy_chunk
 
             def both(ref: Any, first: Any, step: int = ROWS) -> Callable[..., None]:
                 return halves([(ref, first), (ref, first + HALF)], HALF, step)
 
             def alternating(narrow: int, *which: int) -> Callable[..., None]:
-                """Return a `take` for 4-bit blocks of several alternating matrices, with `narrow` outputs each per
-                program.
+                """Return a `copy_chunk` for blocks of 4-bit weights, taken from several matrices in alternation.
+
+                Args:
+                    narrow: outputs of each matrix per program.
+                    which: indices of the matrices.
                 """
                 rows = sizes.tall(narrow) * ROWS // parts
 
-                def take(block: Array, part: Array, at: Array, ready: Any) -> None:
+                def copy_chunk(block: Array, chunk: Array, at: Array, ready: Any) -> None:
                     output = program * narrow + jax.lax.div(block, len(which)) * rows
-                    groups = pl.ds(part * LINE, LINE)
+                    line = pl.ds(chunk * LINE, LINE)
 
                     def copy(matrix: int) -> None:
-                        levels = matrix_refs[matrix].at[pl.ds(output * BYTES, rows * BYTES), groups]
+                        levels = matrix_refs[matrix].at[pl.ds(output * BYTES, rows * BYTES), line]
                         plgpu.copy_gmem_to_smem(levels, weights_smem.at[at, pl.ds(0, rows * BYTES)], ready)
                         for kind, ref in enumerate(scale_refs[matrix]):
-                            taken = ref.at[pl.ds(output, rows), groups]
+                            taken = ref.at[pl.ds(output, rows), line]
                             plgpu.copy_gmem_to_smem(taken, scales_smem.at[at, kind, pl.ds(0, rows)], ready)
 
                     for nth, matrix in enumerate(which):
@@ -262,7 +284,7 @@ def _call(
                         else:
                             pl.when(jax.lax.rem(block, len(which)) == nth)(lambda matrix=matrix: copy(matrix))
 
-                return take
+                return copy_chunk
 
             if grouped:
                 matrix_refs = o_ref, gate_ref, up_ref, down_ref, q_ref, k_ref, v_ref
@@ -283,18 +305,21 @@ def _call(
             else:
                 issue(slot, 1, of_width, halves([(k_ref, at_k), (v_ref, at_k)], share_k * parts, 0))
 
-        @pl.when(role == groups)
+        @pl.when(role == warpgroups)
         def _produce() -> None:
             plgpu.set_max_registers(40, action="decrease")
             plgpu.warp_map(lambda warp: pl.when(warp == 0)(_copy_weights))
 
-        def copy_inputs(ref: Any, part: Any) -> None:
-            at = jax.lax.rem(jnp.asarray(part, jnp.int32), resident)
-            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(part * chunk, chunk)], inputs_smem.at[at], chunk_full.at[at])
+        def copy_inputs(ref: Any, chunk: Any) -> None:
+            """Issue the TMA copy of a chunk of inputs."""
+            at = jax.lax.rem(jnp.asarray(chunk, jnp.int32), resident)
+            taken = ref.at[:, pl.ds(chunk * chunk_size, chunk_size)]
+            plgpu.copy_gmem_to_smem(taken, inputs_smem.at[at], chunk_full.at[at])
 
         def fetch(ref: Any, chunks: int, squares: Any = None, begun: bool = True) -> None:
-            """Load inputs and every program's sums of their squares. If the inputs do not fit, issue copies of the
-            first chunks.
+            """Load inputs and every program's sums of their squares.
+
+            If the inputs do not fit into shared memory, only issue TMA copies of the first chunks.
 
             Args:
                 ref: inputs in global memory.
@@ -307,8 +332,8 @@ def _call(
                 # Only the MLP's inputs can be that large.
                 assert begun
                 assert squares is None
-                for part in range(resident):
-                    copy_inputs(ref, part)
+                for chunk in range(resident):
+                    copy_inputs(ref, chunk)
                 return
             others = None if squares is None else loads.read_squares(squares)
             steps = how.steps(chunks)
@@ -326,7 +351,7 @@ def _call(
                 plgpu.barrier_arrive(squares_ready)
 
         def multiply_floats(total: Any, at: Any, inputs_at: Any) -> None:
-            """Add the products of a slot's weights with a chunk of inputs to `total`, and free the slot."""
+            """Add the products of slot `at` with the chunk of inputs at `inputs_at` to `total`, and free the slot."""
             plgpu.wgmma(total, weights_smem.at[at], inputs_smem.at[inputs_at].T)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(slot_empty.at[at])
@@ -352,40 +377,42 @@ def _call(
             slot: int, count: int, chunks: int, ref: Any, place: Callable[[Any], tuple[Any, Any]], second: int = 0,
             eps: float | None = None, again: bool = False, scales: Any = None, tall: int = 1,
         ) -> int:  # fmt: skip
-            """Multiply `count` blocks with the inputs in `ref`. The warpgroups alternate by chunks, or by blocks.
+            """Multiply blocks of weights by inputs. The warpgroups alternate by chunks, or by blocks.
 
             Args:
-                slot: index of the first slot.
-                count: number of blocks.
+                slot: number of chunks of weights multiplied before; see `issue`.
+                count: number of blocks, or of pairs of blocks that share slots.
                 chunks: chunks per block.
                 ref: inputs in global memory.
-                place: returns the array and first column of a block's results.
+                place: returns the array in shared memory and the first column of a block's outputs.
                 second: offset of the second half's column; see `add_diagonals`.
                 eps: of the norm of these inputs, None if they are not normed.
                 again: whether inputs and inverse roots are already in shared memory.
                 scales: scales of the outputs, by columns of the array, for int8 weights.
-                tall: blocks of `ROWS` rows per slot.
+                tall: blocks per slot.
 
             Returns:
-                The index of the next slot.
+                The number of chunks multiplied so far.
             """
-            phased = chunks > resident
+            phased = chunks > resident  # the inputs do not fit into shared memory at once
             whole = sizes.whole(count, chunks)
             roots = None if eps is None else roots_smem.at[role]
 
             def block(nth: Array, _: None) -> None:
-                i = role + groups * nth if whole else nth
+                i = role + warpgroups * nth if whole else nth
                 start = slot + i * chunks
                 # The warpgroups alternate by slots, or each has all slots of its own blocks.
-                first = 0 if whole else jax.lax.rem(role + (groups - 1) * start if groups > 2 else role + start, groups)
-                step = 1 if whole else groups
+                first, step = 0, 1
+                if not whole:
+                    turn = role + (warpgroups - 1) * start if warpgroups > 2 else role + start
+                    first, step = jax.lax.rem(turn, warpgroups), warpgroups
 
                 def add_up(total: Any) -> Any:
                     """Add the products of all chunks to `total`, or return them if `total` is None."""
 
                     def add(j: Array, sums: Any) -> Any:
-                        part = first + step * j
-                        at, inputs_at = jax.lax.rem(start + part, slots), jax.lax.rem(part, resident)
+                        chunk = first + step * j
+                        at, inputs_at = jax.lax.rem(start + chunk, slots), jax.lax.rem(chunk, resident)
                         if phased:
                             plgpu.barrier_wait(chunk_full.at[inputs_at])
                         plgpu.barrier_wait(slot_full.at[at if fixed else role * slots + at])
@@ -397,9 +424,9 @@ def _call(
                             multiply_floats(total, at, inputs_at)
                         if phased:
 
-                            @pl.when(part + resident < chunks)
+                            @pl.when(chunk + resident < chunks)
                             def _next() -> None:
-                                copy_inputs(ref, part + resident)
+                                copy_inputs(ref, chunk + resident)
 
                         return sums
 
@@ -436,22 +463,20 @@ def _call(
 
             if not (phased or again):
                 plgpu.barrier_wait(inputs_ready)
-            own_blocks = jax.lax.div(count - role + groups - 1, groups) if whole else count
+            own_blocks = jax.lax.div(count - role + warpgroups - 1, warpgroups) if whole else count
             jax.lax.fori_loop(0, own_blocks, block, None)
             return slot + count * chunks
 
-        def added_up(parts: Sequence[Any], layout: Any) -> Array:
+        def added_up(partials: Sequence[Any], layout: Any) -> Array:
             """Add the partial sums of all warpgroups and round them to bfloat16."""
-            first, *others = (epilogue.load(part, layout) for part in parts)
+            first, *others = (epilogue.load(partial, layout) for partial in partials)
             for other in others:
                 first += other
             return first.astype(bfloat16)
 
         def places(sums: Any, count: int, chunks: int) -> list[Any]:
-            """Return the warpgroups' arrays of results: one for all if each computes whole blocks, else one per
-            warpgroup.
-            """
-            return [sums.at[i] for i in range(1 if sizes.whole(count, chunks) else groups)]
+            """Return the arrays with results: one if each warpgroup computes whole blocks, else one per warpgroup."""
+            return [sums.at[i] for i in range(1 if sizes.whole(count, chunks) else warpgroups)]
 
         def join(gain: int, chunks: int, ref: Any, squares: Any, last: bool = False) -> None:
             """Add a result to the residual stream, and store the inputs of the next matmul for all programs."""
@@ -468,27 +493,32 @@ def _call(
                 x_smem[...] = x
 
         def gathered(half: int, count: int) -> Array:
+            """Return results from `wide_smem`: of gate or q in half 0, of up, or k and v, in half 1."""
             return added_up(places(wide_smem.at[:, half], count, of_width), wide_layout)
 
-        @pl.when(role < groups)
+        @pl.when(role < warpgroups)
         def _compute() -> None:
-            plgpu.set_max_registers(REGISTERS[groups], action="increase")
+            plgpu.set_max_registers(REGISTERS[warpgroups], action="increase")
             rows = pl.ds(0, 2), 2, 3, 4, 5
             of_wide, of_o, of_down, of_q, of_kv = (scales_smem.at[row] if quantized else None for row in rows)
 
             def into(sums: Any, count: int, chunks: int) -> Any:
+                """Return the array that this warpgroup writes results to; see `places`."""
                 return sums.at[0 if sizes.whole(count, chunks) else role]
 
             def sync_consumers() -> None:
+                """Wait for the other consumer warpgroups."""
                 plgpu.barrier_arrive(consumers)
                 plgpu.barrier_wait(consumers)
 
             def lead(work: Callable[[], None]) -> None:
+                """Do work in the first warpgroup, once all warpgroups have finished a matmul."""
                 sync_consumers()
                 pl.when(role == 0)(work)
 
             def begin() -> None:
-                for i in range(groups):
+                """Load this program's share of the residual stream, norms and scales."""
+                for i in range(warpgroups):
                     sums_smem[i] = jnp.zeros((8, 64), float32)
                 x_smem[...] = jnp.zeros((8, 64), bfloat16)
                 pieces = [
@@ -509,11 +539,13 @@ def _call(
                 loads.write(words, pieces)
 
             def gate() -> None:
+                """Finish the output projection, and load the inputs of the gate and up projections."""
                 join(0, of_attended, normed_ref, squares_ref)
                 grid_barrier.grid_barrier(counters_ref, 0, 2, program)
                 fetch(normed_ref, of_width, squares_ref)
 
             def down() -> None:
+                """Finish the gate and up projections, and load the inputs of the down projection."""
                 gate, up = (gathered(half, blocks["wide"]).astype(float32) for half in range(2))
                 gated = (gate * up / (1 + jnp.exp(-gate))).astype(bfloat16)
                 copied = of_inner > resident
@@ -522,11 +554,13 @@ def _call(
                 fetch(gated_ref, of_inner)
 
             def heads() -> None:
+                """Finish the down projection, and load the inputs of q, k and v."""
                 join(1, of_inner, next_ref, next_squares_ref, last=True)
                 grid_barrier.grid_barrier(counters_ref, 2, 1, program)
                 fetch(next_ref, of_width, next_squares_ref)
 
             def end() -> None:
+                """Store q, k and v."""
                 queries, pairs = (gathered(half, count) for half, count in enumerate((blocks["q"], pair)))
                 for numbers, ref, first, count in (
                     (queries, q_out, 0, share_q), (pairs, k_out, 0, share_k), (pairs, v_out, 64, share_k)
@@ -534,6 +568,7 @@ def _call(
                     grid_barrier.publish(numbers, ref, program * count, rows=batch, count=count, column=first)
 
             def one_after_another(sums: Any, tall: int) -> Callable[[Any], tuple[Any, Any]]:
+                """Return a `place` that puts the outputs of consecutive blocks side by side."""
                 return lambda i: (sums, i * (tall * a_block))
 
             pl.when(role == 0)(lambda: fetch(attended_ref, of_attended, begun=False))
@@ -587,7 +622,8 @@ def _call(
         weights = smem((slots, tall * BYTES, LINE), jnp.uint8, transforms=in_groups.TILED)
         factors = [smem((slots, kinds, tall, LINE), jnp.float16), smem((resident, batch * parts * GROUPS), float32)]
     else:
-        weights = smem((slots, ROWS, chunk), matrices[0].dtype, transforms=tiled(sizes.bits // 8))
+        weights = smem((slots, ROWS, chunk_size), matrices[0].dtype, transforms=tiled(sizes.bits // 8))
+    per_slot = 1 + len(scales[0]) if grouped else 2  # TMA copies
     # XLA does not know that the kernel writes the counters. This is safe: data dependencies order the calls, and a call
     # works with zeros as well as with the counters that the previous call left. Only the last barrier's counter is then
     # not zero, and the first barrier resets it.
@@ -602,24 +638,24 @@ def _call(
         ],
         grid=(PROGRAMS,),
         grid_names=("program",),
-        num_threads=groups + 1,
+        num_threads=warpgroups + 1,
         thread_name="role",
         scratch_types=[
             weights,
-            smem((resident, batch * parts, chunk), bfloat16, transforms=tiled(2)),
-            smem((groups, 8, 64), float32),
-            smem((groups, 2, 8, wide_columns), float32),
+            smem((resident, batch * parts, chunk_size), bfloat16, transforms=tiled(2)),
+            smem((warpgroups, 8, 64), float32),
+            smem((warpgroups, 2, 8, wide_columns), float32),
             smem((8, 64), bfloat16),
             smem((2, 8, 64), bfloat16),
             smem((PROGRAMS, 8), float32),
-            smem((groups, 8), float32),
-            barrier(num_arrivals=1 + len(scales[0]) if grouped else 2, num_barriers=slots if fixed else groups * slots),
+            smem((warpgroups, 8), float32),
+            barrier(num_arrivals=per_slot, num_barriers=slots if fixed else warpgroups * slots),
             barrier(num_barriers=slots),
             barrier(),
             barrier(num_barriers=resident if max(counts) > resident else 1),
             barrier(),
             barrier(num_arrivals=2),
-            barrier(num_arrivals=groups),
+            barrier(num_arrivals=warpgroups),
             tuple(factors),
         ],
         kernel_name="fused_decode_block",

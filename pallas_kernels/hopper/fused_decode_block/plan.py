@@ -1,8 +1,25 @@
 """Sizes of the Hopper kernel: how its work is divided among programs, warpgroups and shared memory.
 
-A matrix [O, I] is viewed as [O · s, I / s], and inputs [B, I] as [B · s, I / s]. The matrix units multiply 64 rows of a
-matrix at a time. In this view they are only 64 / s outputs, so that all programs can have equal shares, and no data
-moves. An output is the sum of the diagonal of a block of s by s products.
+The matrix units multiply 64 rows of a matrix at a time. If these were 64 outputs, programs could not have equal shares
+of them. A matrix [O, I] is therefore viewed as [O · s, I / s] and the inputs [B, I] as [B · s, I / s], without moving
+data. 64 rows are then 64 / s outputs. Of the products, [64, B · s], only those of equal parts are needed: an output is
+the sum of the diagonal of s by s of them (`epilogue.add_diagonals`).
+
+The modules of this folder use these words:
+
+- program: thread block of the kernel. There is one per multiprocessor, and each computes an equal share of the outputs
+  of every matmul.
+- sequence: row of the inputs [B, I], the token that one sequence decodes.
+- part: one of s equal shares of the inputs. A row of the view of a matrix is an (output, part), and a row of the view
+  of the inputs is a (sequence, part). Part p has inputs p · I / s to (p + 1) · I / s. 4-bit weights are different,
+  because their groups are adjacent: part p has the p-th 256 inputs of each chunk.
+- block: 64 rows of the view of a matrix.
+- chunk: the inputs that are multiplied at a time, `Plan.chunk` of every part. Of 4-bit weights, a chunk is 8 · 256
+  adjacent inputs.
+- slot: buffer in shared memory for one chunk of a block's weights, or of two blocks' 4-bit weights. Slots are a ring:
+  the k-th chunk that a program copies is in slot k modulo `Plan.slots`.
+- group: 32 adjacent inputs, for which 4-bit weights have a scale, and optionally a minimum. Warpgroups (four warps) are
+  always called warpgroups.
 """
 
 from typing import NamedTuple
@@ -11,8 +28,8 @@ PROGRAMS = 128
 """Number of programs, one per multiprocessor. All run at once, since each waits for the others."""
 
 ROWS, HALF = 64, 32
-"""Rows of a matrix that are multiplied at a time, and half of them. A slot has `HALF` rows of the gate projection and
-`HALF` rows of the up projection.
+"""Rows of a block, and half of them. Of bfloat16 and int8 weights, a block can have `HALF` rows of the gate projection
+and `HALF` rows of the up projection.
 """
 
 WARPGROUPS = {16: 2, 8: 2, 4: 3}
@@ -31,16 +48,13 @@ SHARED = 227 * 1024
 """Shared memory per program, in bytes."""
 
 CHUNKS = {16: (128,), 8: (256, 128), 4: (256,)}
-"""Inputs per part that are multiplied at a time, by bits per weight. The first one that divides all numbers of inputs
-is used.
-"""
+"""Inputs per part of a chunk, by bits per weight. The first one that divides all numbers of inputs is used."""
 
 SLOT = 2 * 128
-"""Bytes per row of weights in the unit of `SLOTS`."""
+"""Bytes per row of a slot for which `SLOTS` counts slots. Smaller slots are used in proportionally larger numbers."""
 
 SLOTS = {16: (10, 8, 6, 4), 8: (8, 6, 4), 4: (5, 4, 3)}
-"""Number of chunks of weights in flight, by bits per weight: the largest that fits. int8 weights in chunks of 128 use
-twice as many.
+"""Number of slots, by bits per weight: the largest that fits. int8 weights in chunks of 128 use twice as many.
 
 More slots take longer to fill and delay the data of a grid barrier, but cover more of its latency. On an H200 the
 choice changes the time of a Llama-3.1-8B layer by one to three percent (`python -m benchmarks.kernels --tune
@@ -48,7 +62,7 @@ fused_decode_block`).
 """
 
 TALL = 2
-"""Maximum number of blocks of `ROWS` rows per slot of 4-bit weights.
+"""Maximum number of blocks per slot of 4-bit weights.
 
 Such blocks have few bytes, in three copies. For four sequences, the products with two blocks would not fit into
 registers.
@@ -58,13 +72,13 @@ GROUP = 32
 """Inputs per scale of 4-bit weights."""
 
 BYTES = GROUP // 2
-"""Rows of bytes per output of 4-bit weights. Each row has one byte per group, with two weights."""
+"""Rows of bytes per output of 4-bit weights. Each row has one byte per group, with the codes of two inputs."""
 
 LINE = 64
-"""Groups per row of a slot with 4-bit weights, over all parts."""
+"""Groups per chunk of 4-bit weights, of all parts."""
 
 GROUPS = 8
-"""Groups per row and part of a slot with 4-bit weights."""
+"""Groups per chunk and part of 4-bit weights."""
 
 BARRIERS = 32
 """Maximum number of barriers in one array: one per slot and consumer warpgroup."""
@@ -73,7 +87,7 @@ SCALES = 6
 """Rows of an int8 program's scales in shared memory: of o, gate, up, down, q, and of k and v together."""
 
 PARTS = {1: 8, 2: 8, 4: 2, 8: 2}
-"""s, by rows of inputs. 4-bit weights use as many parts as a line has."""
+"""s, by number of sequences. 4-bit weights always have `LINE` / `GROUPS` = 8 parts."""
 
 
 class Plan(NamedTuple):
@@ -81,16 +95,16 @@ class Plan(NamedTuple):
 
     Attributes:
         rows: number of sequences, B.
-        parts: s.
-        outputs: outputs of the residual stream.
+        parts: number of parts, s.
+        outputs: outputs of the output projection and of the down projection, each.
         wide: outputs of the gate projection, and of the up projection.
         heads: outputs of q, and of k and v each.
-        chunk: inputs per part that are multiplied at a time.
-        slots: chunks of weights in flight.
+        chunk: inputs per part of a chunk.
+        slots: number of slots.
         inputs: chunks of inputs in shared memory at a time.
         bits: bits per weight: 16 for bfloat16, 8 or 4.
         warpgroups: consumer warpgroups.
-        most: maximum number of blocks of `ROWS` rows per slot.
+        most: maximum number of blocks per slot.
     """
 
     rows: int
@@ -106,16 +120,16 @@ class Plan(NamedTuple):
     most: int = 1
 
     def whole(self, blocks: int, chunks: int) -> bool:
-        """Return whether a warpgroup multiplies whole blocks of a matmul, instead of some chunks of every block."""
+        """Return whether each warpgroup multiplies whole blocks of a matmul, instead of some chunks of every block."""
         # Never for a pair, such as keys and values, whose blocks are copied one at a time.
         return self.bits < 16 and chunks <= min(WHOLE, self.inputs) and blocks >= max(self.warpgroups, 3)
 
     def tall(self, outputs: int) -> int:
-        """Return the blocks of `ROWS` rows per slot for a matmul: the maximum if it divides the outputs, else 1."""
+        """Return the blocks per slot for a matmul with `outputs`: the maximum if it divides them, else 1."""
         return 1 if outputs * self.parts % (self.most * ROWS) else self.most
 
     def blocks(self, outputs: int) -> int:
-        """Return the number of slots for a matmul's outputs, per chunk of inputs."""
+        """Return the number of slots that one chunk of a matmul with `outputs` needs."""
         return outputs * self.parts // (self.tall(outputs) * ROWS)
 
 

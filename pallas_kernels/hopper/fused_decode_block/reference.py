@@ -1,4 +1,4 @@
-"""The same operation as separate matmuls, for cases that the Hopper kernel does not support."""
+"""Reference of `fused_decode_block`: the same as separate matmuls. `api.py` calls it if the kernel is not used."""
 
 from jaxtyping import Array, Float
 
