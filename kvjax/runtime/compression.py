@@ -24,6 +24,13 @@ from kvjax.policies.sharded import sharded
 GROUP = 8
 """Rows that are compressed at a time. Batches of this size or less are compressed as a whole."""
 
+WAIT = 8
+"""Maximum number of steps that a row that is due waits for others, so that more are compressed at a time.
+
+With 64 rows of Llama-3.1-8B's shape that are due one after the other, R-KV's steps took 1.40 times as long as those of
+aligned rows if no row waited (H100).
+"""
+
 Caches = tuple[Any, ...]
 
 

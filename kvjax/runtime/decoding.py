@@ -25,7 +25,7 @@ from kvjax.policies import Policy
 from kvjax.policies.base import CacheLayer
 from kvjax.policies.sharded import sharded
 from kvjax.runtime import mesh, replay
-from kvjax.runtime.compression import Compression, compressed
+from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
 from kvjax.runtime.program import (
@@ -175,37 +175,54 @@ def decode_loop(
     params: Params,
     should_continue: Callable[[Loop], Array],
     token: Callable[[Loop], Array],
-    sample: Callable[[Loop, Array], Loop],
+    sample: Callable[[Loop, Array, Any], Loop],
     start: Loop,
-    live: Callable[[Loop], Array | None] = lambda loop: None,
+    live: Callable[[Loop], Array] | None = None,
 ) -> Loop:
     """Run decode steps while `should_continue` holds. Each step processes `token(loop)`, and `sample` consumes the logits.
 
-    Only rows that are `live` process a token; None if all are. Layers that compress only when they are full are checked
-    in an outer loop. A condition inside each step would make the host wait for the device once per layer, which cost
-    about a fifth of a step (Chelsea, H200).
+    Only rows that are `live` process a token; `sample` gets which. None if all rows do. Layers that compress only when
+    they are full are checked in an outer loop. A condition inside each step would make the host wait for the device
+    once per layer, which cost about a fifth of a step (Chelsea, H200).
+
+    With `live`, rows that are due wait for others, up to `WAIT` steps, so that `GROUP` rows are compressed at a time.
+    While they wait they do not change. Each row thus goes through the states that it goes through alone.
     """
     compression = Compression(policy, specs)
     layers = compression.layers
 
-    def body(loop: Loop) -> Loop:
+    def body(loop: Loop, waiting: Any = None) -> Loop:
         i, state, *buffers = loop
-        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers, live(loop))
-        return sample((i, state.replace(caches=compression.each_step(caches)), *buffers), logits)
+        there = None if live is None else live(loop) if waiting is None else live(loop) & ~waiting
+        logits, caches = transformer.decode_step(params, state.caches, token(loop), state.pos, layers, there)
+        return sample((i, state.replace(caches=compression.each_step(caches)), *buffers), logits, there)
 
     def due(loop: Loop) -> Array:
-        rows, there = compression.due(loop[1].caches), live(loop)
-        return jnp.any(rows if there is None else rows & there)
+        rows = compression.due(loop[1].caches)
+        return rows if live is None else rows & live(loop)
 
     def until_full(loop: Loop) -> Loop:
         # At least one step: a layer that is full even after compression waits for the next step, as in `step`.
         begun = loop[0]
-        i, state, *buffers = jax.lax.while_loop(
-            lambda now: should_continue(now) & ((now[0] == begun) | ~due(now)),
-            body,
-            loop,
-        )
-        return i, state.replace(caches=compression.when_full(state.caches, live((i, state, *buffers)))), *buffers
+
+        def not_full(carry: tuple[Loop, Array, Array]) -> Array:
+            now, full, waited = carry
+            compress = jnp.any(full)
+            if live is not None:
+                enough = jnp.minimum(jnp.sum(live(now), dtype=jnp.int32), GROUP)
+                compress &= (jnp.sum(full, dtype=jnp.int32) >= enough) | (waited > WAIT)
+            return should_continue(now) & ((now[0] == begun) | ~compress)
+
+        def one(carry: tuple[Loop, Array, Array]) -> tuple[Loop, Array, Array]:
+            now, full, waited = carry
+            now = body(now, None if live is None else full)
+            full = due(now)
+            return now, full, waited + jnp.any(full).astype(jnp.int32)
+
+        none = jnp.zeros((specs[0].batch,), bool)
+        (i, state, *buffers), _, _ = jax.lax.while_loop(not_full, one, (loop, none, jnp.zeros((), jnp.int32)))
+        there = None if live is None else live((i, state, *buffers))
+        return i, state.replace(caches=compression.when_full(state.caches, there)), *buffers
 
     return jax.lax.while_loop(should_continue, until_full if compression.lazy else body, start)
 
@@ -275,7 +292,7 @@ def _decode(
         i, state, _, _ = loop
         return (i < count) & ~jnp.all(state.done)
 
-    def sample(loop: Loop, logits: Array) -> Loop:
+    def sample(loop: Loop, logits: Array, live: None) -> Loop:
         i, state, tokens, logprobs = loop
         token, logprob = sample_token(logits, sampler, state.seed, state.pos + 1)
         state = state.replace(
@@ -316,7 +333,7 @@ def _answer(
         i, state, _, _ = loop
         return jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token)
 
-    def sample(loop: Loop, logits: Array) -> Loop:
+    def sample(loop: Loop, logits: Array, live: None) -> Loop:
         i, state, tokens, logprobs = loop
         token, logprob = sample_token(logits, sampler, state.seed, state.pos + 1)
         sampled = i + 1 - lengths  # index of the sample among those after the row's last given token

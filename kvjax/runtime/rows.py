@@ -172,15 +172,15 @@ def _serve(
         given = jnp.take_along_axis(request.given, index, axis=1)[:, 0]
         return jnp.where(ahead < request.given_count, given, rows.token)
 
-    def sample(loop: Loop, logits: Array) -> Loop:
+    def sample(loop: Loop, logits: Array, live: Bool[Array, " B"]) -> Loop:
         i, rows, tokens, logprobs, filled = loop
-        request, pos, live = rows.request, rows.pos + 1, rows.live
+        request, pos = rows.request, rows.pos + 1
         new, logprob = sample_token(logits, request.sampler, request.seed, pos)
         counts = live & (pos - rows.first >= request.given_count)
         column = jnp.where(counts, filled, CHUNK)  # out of bounds: dropped
         ended = counts & (jnp.any(new[:, None] == request.ends, axis=1) | (pos + 1 >= request.limit))
         rows = dataclasses.replace(
-            rows, token=jnp.where(live, new, rows.token), pos=jnp.where(live, pos, rows.pos), live=live & ~ended
+            rows, token=jnp.where(live, new, rows.token), pos=jnp.where(live, pos, rows.pos), live=rows.live & ~ended
         )
         tokens = tokens.at[row, column].set(new, mode="drop")
         logprobs = logprobs.at[row, column].set(logprob, mode="drop")
