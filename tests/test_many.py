@@ -139,6 +139,7 @@ def test_what_does_not_run_continuously_runs_in_batches(tiny):
         ({"max_new_tokens": [1, 2, 3], "seed": [1]}, "different numbers of values: seed has 1, max_new_tokens has 3"),
         ({"temperature": [0, -1, 0]}, "prompt 1: temperature=-1"),
         ({"rows": 0}, "rows=0"),
+        ({"stop": [["a"], 5, "b"]}, "stop="),
         ({"max_total_tokens": -1}, "max_total_tokens=-1"),
     ],
 )

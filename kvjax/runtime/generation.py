@@ -25,7 +25,16 @@ from kvjax.runtime.many import runs_continuously, through_batches
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
-from kvjax.runtime.prompts import Message, PromptLike, Question, asked_in_chats, question_ids, refuse_rows, token_ids
+from kvjax.runtime.prompts import (
+    Message,
+    PromptLike,
+    Question,
+    asked_in_chats,
+    is_one,
+    question_ids,
+    refuse_rows,
+    token_ids,
+)
 from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, check_requests, row_seeds
 from kvjax.runtime.row import Row, StopReason
 from kvjax.runtime.sampling import Greedy
@@ -244,7 +253,8 @@ def generate(
         >>> kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text
     """
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop}
-    request = check_requests(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
+    check: Callable[..., Any] = check_request if is_one(prompt) else check_requests
+    request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
     how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
     return Run(params, prompt, policy, budget, request, question, prefill_block, **how).finish()
 

@@ -56,6 +56,11 @@ def token_ids(
     return _all_ids(params, "prompt", rows, kinds, "text, token ids or chat messages", longest=longest), False
 
 
+def is_one(prompt: Any) -> bool:
+    """Whether this is a single valid prompt, instead of a list of prompts or something else."""
+    return _kind(prompt) is not None
+
+
 def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
     """Convert questions to token ids, without a start token.
 

@@ -129,7 +129,8 @@ def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Requ
 
 def _is_list(name: str, value: Any) -> bool:
     if name == "stop":
-        return isinstance(value, list | tuple) and any(not isinstance(each, str) for each in value)
+        texts = isinstance(value, list | tuple) and all(isinstance(each, str | list | tuple) for each in value)
+        return texts and any(not isinstance(each, str) for each in value)
     return isinstance(value, list | tuple) or (isinstance(value, np.ndarray | jax.Array) and value.ndim == 1)
 
 
