@@ -107,6 +107,11 @@ class Schedules(RuleBasedStateMachine):
         wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else ())
         self.tickets.append(self.scheduler.submit(wish))
 
+    @rule(new=st.integers(1, 9), samples=st.integers(1, 5))
+    def submit_samples(self, new: int, samples: int) -> None:
+        wish = Wish(1000 * len(self.tickets), new)
+        self.tickets += self.scheduler.submit_samples([wish] * samples)
+
     @rule(turns=st.integers(1, 4))
     def turn(self, turns: int) -> None:
         for _ in range(turns):
@@ -139,7 +144,7 @@ class Schedules(RuleBasedStateMachine):
         if not hasattr(self, "tickets"):
             return
         self.batch.fails = ""
-        for _ in range(200):
+        for _ in range(5000):
             if not self.scheduler.busy:
                 break
             self.scheduler.turn()
@@ -152,6 +157,20 @@ class Schedules(RuleBasedStateMachine):
 
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_prompt_of_several_samples_is_read_once() -> None:
+    batch = FakeBatch(2)
+    read = []
+    reading = batch.reading
+    batch.reading = lambda job: read.append(job) or reading(job)  # pyright: ignore
+    scheduler = Scheduler(batch, steps=3)
+    tickets = [*scheduler.submit_samples([Wish(0, 4)] * 5), scheduler.submit(Wish(1000, 2))]
+    assert scheduler.waiting == 6
+    while scheduler.busy:
+        scheduler.turn()
+    assert [ticket.tokens for ticket in tickets] == [[0, 1, 2, 3]] * 5 + [[1000, 1001]]
+    assert read == [Wish(0, 4), Wish(1000, 2)]
 
 
 def test_first_come_first_served() -> None:

@@ -161,6 +161,14 @@ class Batch:
         """The weights."""
         return self.engine.weights
 
+    def update(self, params: Params) -> None:
+        """Use other weights of the same shape and type from the next call on. Nothing is compiled again.
+
+        Raises:
+            ValueError: as `Engine.of`.
+        """
+        self.engine = self.engine.of(params)
+
     def check(self, job: Job) -> None:
         """Raise `ValueError` if a job does not fit this batch."""
         spec, after = self.specs[0], len(job.given) + job.max_new_tokens

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -33,6 +34,9 @@ STEPS = 16
 
 APART = 4
 """Prompts whose lengths differ by this factor are in different batches, if together fewer rows would fit."""
+
+JOBS = 8
+"""Maximum number of programs that are compiled at a time."""
 
 SHARE = 0.95
 """Share of the memory that is used at most."""
@@ -79,7 +83,10 @@ def through_batches(run: Run) -> Iterator[list[int]]:
     """Run all sequences of a call. Yields the indices of those that have new tokens."""
     for group in _groups(run):
         batch = _batch_for(run, [run.rows[i] for i in group])
-        yield from _through(run, batch, group)
+        try:
+            yield from _through(run, batch, group)
+        finally:
+            batch.free()
 
 
 def _through(run: Run, batch: Batch, group: Sequence[int]) -> Iterator[list[int]]:
@@ -112,7 +119,6 @@ def _through(run: Run, batch: Batch, group: Sequence[int]) -> Iterator[list[int]
             run.progress(done, len(group))
         if changed:
             yield [owners[ticket] for ticket in changed]
-    batch.free()
 
 
 def _job(row: Row) -> Job:
@@ -192,7 +198,7 @@ def _batch_for(run: Run, rows: Sequence[Row]) -> Batch:
         batch = _batch(run, rows, count)
         before = batch.engine.compile_seconds
         begun = time.perf_counter()
-        peak = batch.compile([len(row.prompt) for row in rows])
+        peak = batch.compile([len(row.prompt) for row in rows], min(os.cpu_count() or 1, JOBS))
         run.compile_seconds += time.perf_counter() - begun + before
         over = 0 if limit is None or run.batch_rows is not None else peak - SHARE * limit
         if over <= 0 or count == 1:

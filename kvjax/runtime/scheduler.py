@@ -12,7 +12,7 @@ before. So the device always has work while the host reads tokens.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -93,11 +93,11 @@ class Scheduler:
 
     def __init__(self, batch: Runner, *, steps: int = 16, block_calls: int = 1) -> None:
         self.batch, self.steps, self.block_calls = batch, steps, block_calls
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: deque[list[Ticket]] = deque()
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
-        self._reading: tuple[Ticket, Iterator[Any]] | None = None
-        self._ready: tuple[Ticket, Any] | None = None
+        self._reading: tuple[list[Ticket], Iterator[Any]] | None = None
+        self._ready: tuple[list[Ticket], Any] | None = None
         self._under_way: deque[_Started | _Served] = deque()
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
@@ -111,20 +111,28 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of jobs that have not been inserted into a row."""
-        return len(self._waiting) + (self._reading is not None) + (self._ready is not None)
+        under_way = [each[0] for each in (self._reading, self._ready) if each is not None]
+        return sum(map(len, (*self._waiting, *under_way)))
 
     def submit(self, job: Any) -> Ticket:
         """Add a job to the queue."""
-        ticket = Ticket(job)
-        self._waiting.append(ticket)
-        return ticket
+        return self.submit_samples([job])[0]
+
+    def submit_samples(self, jobs: Sequence[Any]) -> list[Ticket]:
+        """Add jobs with the same prompt, which is read once. They differ in their seeds, for example."""
+        tickets = [Ticket(job) for job in jobs]
+        if tickets:
+            self._waiting.append(list(tickets))
+        return tickets
 
     def cancel(self, ticket: Ticket) -> None:
         """End a job, whether it waits or runs. What it has sampled so far remains."""
         if ticket.ended is None:
             ticket.ended = "cancelled"
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
+            for group in [group for group in self._waiting if ticket in group]:
+                group.remove(ticket)
+                if not group:
+                    self._waiting.remove(group)
 
     def turn(self) -> list[Ticket]:
         """Fill free rows, dispatch the next call, and take the results of the call before.
@@ -148,7 +156,12 @@ class Scheduler:
             blocks += 1
             if self._ready is None:
                 continue
-            (ticket, reading), self._ready = self._ready, None
+            self._insert(*self._ready)
+
+    def _insert(self, tickets: list[Ticket], reading: Any) -> None:
+        """Insert what was read into free rows, once for each job that asked for it."""
+        while tickets and self._free:
+            ticket = tickets.pop(0)
             if ticket.ended is not None:
                 continue
             row = self._free.pop()
@@ -157,26 +170,31 @@ class Scheduler:
             first = self.batch.insert(reading, ticket.job, row)
             if not len(ticket.job.given):
                 self._under_way.append(_Started(ticket, first))
+        if not tickets:
+            self._ready = None
 
     def _read(self, blocks: int) -> bool:
         """Read one block, or one whole prompt. False if rows that are live have waited long enough."""
         if blocks >= self.block_calls and self._owners and self._reading is not None:
             return False
         if self._reading is None:
-            ticket = self._waiting.popleft()
-            self._reading = ticket, self.batch.reading(ticket.job)
-        ticket, parts = self._reading
-        if ticket.ended is not None:
+            tickets = self._waiting.popleft()
+            self._reading = tickets, self.batch.reading(tickets[0].job)
+        tickets, parts = self._reading
+        if all(ticket.ended is not None for ticket in tickets):
             self._reading = None
             return True
         try:
             reading, complete = next(parts)
         except Exception as error:  # of this prompt alone
-            ticket.ended, ticket.error, self._reading = "failed", error, None
-            self._under_way.append(_Started(ticket, None))
+            self._reading = None
+            for ticket in tickets:
+                if ticket.ended is None:
+                    ticket.ended, ticket.error = "failed", error
+                self._under_way.append(_Started(ticket, None))
             return True
         if complete:
-            self._ready, self._reading = (ticket, reading), None
+            self._ready, self._reading = (tickets, reading), None
         return True
 
     def _release(self) -> None:
