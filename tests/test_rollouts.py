@@ -1,0 +1,79 @@
+"""Samples for reinforcement learning: many per prompt, with weights that change, and nothing compiled again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models.transformer import forward
+from kvjax.runtime import rows
+from kvjax.runtime.rollouts import Rollouts
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, 64, random.integers(5, 60)).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tiny) -> Rollouts:
+    return Rollouts(tiny, "rkv:40", rows=3, max_prompt_tokens=64, max_new_tokens=16, filters=["top_k"])
+
+
+def test_samples_are_those_of_generate(rollouts, tiny):
+    given = prompts(3)
+    got = rollouts.generate(given, samples=2, max_new_tokens=9, temperature=1.5, top_k=20, seed=5)
+    assert [len(samples) for samples in got] == [2, 2, 2]
+    for i, samples in enumerate(got):
+        for j, sample in enumerate(samples):
+            options = {"max_new_tokens": 9, "temperature": 1.5, "top_k": 20, "seed": 5 + 2 * i + j}
+            want = kvjax.generate(tiny, given[i], "rkv:40", **options)
+            assert (sample.tokens, sample.stop_reason) == (want.tokens, want.stop_reason)
+            np.testing.assert_allclose(sample.logprobs, want.logprobs, atol=2e-5)
+
+
+def test_weights_are_exchanged_without_compiling(rollouts, tiny):
+    given = prompts(2)
+    before = rollouts.generate(given, temperature=0.0)
+    programs = [program for program in vars(rows).values() if isinstance(program, rows.Program)]
+    made = [len(program.executables) for program in programs]
+    other = jax.tree.map(lambda x: x * 1.5, tiny)
+    rollouts.update(other)
+    after = rollouts.generate(given, temperature=0.0)
+    rollouts.update(tiny)
+    again = rollouts.generate(given, temperature=0.0)
+    assert [len(program.executables) for program in programs] == made
+    assert [s.tokens for (s,) in after] == [
+        kvjax.generate(other, prompt, "rkv:40", max_new_tokens=16).tokens for prompt in given
+    ]
+    assert [s.tokens for (s,) in again] == [s.tokens for (s,) in before]
+
+
+def test_log_probabilities_with_the_full_cache(rollouts, tiny):
+    given, answers = prompts(2), [[1, 2, 3], [4]]
+    got = rollouts.token_logprobs(given, answers)
+    for prompt, answer, logprobs in zip(given, answers, got, strict=True):
+        logits = np.asarray(forward(tiny, jnp.asarray([[*prompt, *answer]], jnp.int32))[0], np.float64)
+        whole = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        want = [whole[len(prompt) - 1 + k, token] for k, token in enumerate(answer)]
+        np.testing.assert_allclose(logprobs, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_p": 0.5}, "have no such filter"),
+        ({"max_new_tokens": 17}, "are for 16 or fewer"),
+        ({"samples": 0}, "samples=0"),
+        ({"prompts": [[1] * 65]}, "65"),
+    ],
+)
+def test_what_is_refused(rollouts, options, says):
+    with pytest.raises(ValueError, match=says):
+        rollouts.generate(**{"prompts": prompts(1)} | options)
+
+
+def test_unknown_filters(tiny):
+    with pytest.raises(ValueError, match="unknown 'topk'"):
+        Rollouts(tiny, rows=1, max_prompt_tokens=8, max_new_tokens=8, filters=["topk"])
