@@ -21,12 +21,12 @@ from .task import Example, Format
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sequences that run together.
+    """Sequences of like sizes that run through the same rows.
 
     Attributes:
         prompt: tokens of the longest prompt; 0 for a text that is read token by token.
         new_tokens: maximum number of tokens that follow a prompt.
-        rows: sequences of the compiled program, idle ones included.
+        rows: sequences that run at a time, idle ones included.
         examples: indices of the task's examples; of a text, just 0.
         session: whether they are the questions of one session, which share a cache.
     """
@@ -110,7 +110,7 @@ def make_batches(
     """Batches of examples of similar length; the examples of a session form a batch of their own.
 
     Args:
-        size: examples of a batch, a multiple of `data`.
+        size: examples that run at a time, a multiple of `data`.
         query_aware: whether questions are part of the prompts.
         data: devices along "data"; the rows of a batch are a multiple of it.
     """
@@ -127,14 +127,12 @@ def make_batches(
     batches = []
     for group in groups.values():
         new_tokens, rows = examples[group[0]].max_new_tokens, min(size, -(-len(group) // data) * data)
-        for at in range(0, len(group), size):
-            chosen = group[at : at + size]
-            contexts, questions = ([len(pairs[i][part]) for i in chosen] for part in range(2))
-            if query_aware:
-                batch = Batch(max(map(sum, zip(contexts, questions, strict=True))), new_tokens, rows, tuple(chosen))
-            else:
-                batch = Batch(max(contexts), max(questions) + new_tokens, rows, tuple(chosen))
-            batches.append(batch)
+        contexts, questions = ([len(pairs[i][part]) for i in group] for part in range(2))
+        if query_aware:
+            batch = Batch(max(map(sum, zip(contexts, questions, strict=True))), new_tokens, rows, tuple(group))
+        else:
+            batch = Batch(max(contexts), max(questions) + new_tokens, rows, tuple(group))
+        batches.append(batch)
     for group in together.values():
         context, _, most = sessions.plan(form, [examples[i] for i in group])
         # A session prefills all but the context's last token, which it reads afterwards.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvjax._util.json_lines import Listed
 from kvjax.models import Params
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
-from kvjax.runtime.generation import generate
+from kvjax.runtime.generation import iterate
 from kvjax.runtime.mesh import on_mesh
 
 from .plan import Batch, Plan, make_batches
@@ -158,42 +158,48 @@ class Prepared:
         if progress is not None:
             progress(len(done), len(self.examples))
         for batch in self.plan.batches:
-            if not done.issuperset(batch.examples):
-                # The whole batch, so that a resumed run holds the planned bytes.
-                rows = self._run(params, mesh, policy, batch)
-                results.append([row for row in rows if row["example"] not in done])
-                done.update(batch.examples)
-                if progress is not None:
-                    progress(len(done), len(self.examples))
+            left = [i for i in batch.examples if i not in done]
+            # A whole session, whose questions depend on those before.
+            for i, answer in self._answers(
+                params, mesh, policy, batch, list(batch.examples) if batch.session else left
+            ):
+                if i in left:
+                    results.append([self._row(i, answer, self.plan.row_bytes(policy, batch))])
+                    done.add(i)
+                    if progress is not None:
+                        progress(len(done), len(self.examples))
         return Evaluation(results.header, sorted(results.rows, key=lambda row: row["example"]))
 
-    def _run(self, params: Params, mesh: Mesh | None, policy: Policy, batch: Batch) -> list[dict[str, Any]]:
-        """A row for each example of a batch."""
-        examples, block = [self.examples[i] for i in batch.examples], self.plan.block(policy, batch)
+    def _answers(
+        self, params: Params, mesh: Mesh | None, policy: Policy, batch: Batch, chosen: list[int]
+    ) -> Iterator[tuple[int, Answered]]:
+        """Answers to some examples of a batch, as they come."""
+        if not chosen:
+            return
+        examples, block = [self.examples[i] for i in chosen], self.plan.block(policy, batch)
         if batch.session:
-            answers = ask(params, policy, self.form, examples, block, mesh)
-        else:
-            answers = self._generate(params, mesh, policy, examples, batch.rows, block)
-        held, rows = self.plan.row_bytes(policy, batch), []
-        for i, example, answer in zip(batch.examples, examples, answers, strict=True):
-            reply, *_ = answer
-            assert reply.text is not None  # `prepare` refuses models without a tokenizer
-            rows.append(
-                {
-                    "example": i,
-                    "score": self.task.score(reply.text, example),
-                    "answer": reply.text,
-                    "answers": list(example.answers),
-                    "labels": dict(example.labels),
-                    "context_tokens": answer.context_tokens,
-                    "question_tokens": answer.question_tokens,
-                    "new_tokens": len(reply.tokens),
-                    **held,
-                    "prefill_seconds": answer.prefill_seconds,
-                    "decode_seconds": answer.decode_seconds,
-                }
-            )
-        return rows
+            yield from zip(chosen, ask(params, policy, self.form, examples, block, mesh), strict=True)
+            return
+        for at, answer in self._generate(params, mesh, policy, examples, batch.rows, block):
+            yield chosen[at], answer
+
+    def _row(self, i: int, answer: Answered, held: dict[str, float]) -> dict[str, Any]:
+        """The result of an example."""
+        example, reply = self.examples[i], answer.reply
+        assert reply.text is not None  # `prepare` refuses models without a tokenizer
+        return {
+            "example": i,
+            "score": self.task.score(reply.text, example),
+            "answer": reply.text,
+            "answers": list(example.answers),
+            "labels": dict(example.labels),
+            "context_tokens": answer.context_tokens,
+            "question_tokens": answer.question_tokens,
+            "new_tokens": len(reply.tokens),
+            **held,
+            "prefill_seconds": answer.prefill_seconds,
+            "decode_seconds": answer.decode_seconds,
+        }
 
     def _generate(
         self,
@@ -203,11 +209,11 @@ class Prepared:
         examples: Sequence[Example],
         rows: int,
         prefill_block: int | None,
-    ) -> list[Answered]:
-        """Answers to examples that run as one batch, padded to `rows` sequences with copies of the last example."""
+    ) -> Iterator[tuple[int, Answered]]:
+        """Answers to examples through `rows` rows, as they finish. Times are what passed since the answer before."""
         pairs = [self.form.encode(example) for example in examples]
-        pairs += pairs[-1:] * (rows - len(pairs))
-        answers = generate(
+        before = 0.0, 0.0
+        for i, answer in iterate(
             params,
             [context + question if self.query_aware else context for context, question in pairs],
             policy=policy,
@@ -216,13 +222,13 @@ class Prepared:
             question=None if self.query_aware else [question for _, question in pairs],
             prefill_block=prefill_block,
             mesh=mesh,
-        )
-        stats = answers[0].stats
-        seconds = stats.prefill_seconds / rows, stats.decode_seconds / rows
-        return [
-            Answered(answer, len(context), 0 if self.query_aware else len(question), *seconds)
-            for _, answer, (context, question) in zip(examples, answers, pairs, strict=False)
-        ]
+            rows=rows,
+        ):
+            context, question = pairs[i]
+            now = answer.stats.prefill_seconds, answer.stats.decode_seconds
+            seconds = now[0] - before[0], now[1] - before[1]
+            before = now
+            yield i, Answered(answer, len(context), 0 if self.query_aware else len(question), *seconds)
 
 
 def prepare(
@@ -255,6 +261,7 @@ def prepare(
         "query_aware": query_aware,
         "chat": form.chat,
         "batch": batch,
+        "batching": "continuous",
     } | ({} if prefill_block is None else {"prefill_block": prefill_block})
     return Prepared(task, form, examples, Plan(params, batches, prefill_block, over), query_aware, settings)
 

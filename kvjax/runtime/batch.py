@@ -106,6 +106,8 @@ class Batch:
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
+        mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
+            need less memory.
 
     Raises:
         ValueError, PolicyError: as for `kvjax.Engine`.
@@ -126,6 +128,7 @@ class Batch:
         ends: int = 8,
         sampling: Collection[str] = (),
         read_sizes: Sequence[int] | None = None,
+        mixed: bool = True,
         dtype: Any = None,
         mesh: Mesh | str | None = None,
     ) -> None:
@@ -145,7 +148,7 @@ class Batch:
         if self.engine.shard.data > 1:
             raise ValueError("mesh: a running batch does not support an axis 'data'; use 'model' or 'sequence'")
         self.policy, self.rows = self.engine.policy, rows
-        self.specs = tuple(dataclasses.replace(spec, mixed=True) for spec in self.engine.specs)
+        self.specs = tuple(dataclasses.replace(spec, mixed=mixed) for spec in self.engine.specs)
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling = frozenset(sampling)

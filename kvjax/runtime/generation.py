@@ -580,7 +580,7 @@ class Run:
         return Engine(
             self.params,
             self.policy,
-            batch=-(-len(rows) // self.shard.data) * self.shard.data,
+            batch=-(-max(len(rows), min(self.batch_rows or 0, len(self.rows))) // self.shard.data) * self.shard.data,
             prompt_len=max(len(row.read_first) for row in rows),
             max_new_tokens=max(map(self._new_tokens, rows)),
             max_total_tokens=given if self.params.config.rope.changes_after else max(map(self._total, rows)),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 from rich.filesize import decimal
 
-from kvjax.cache import Shard
+from kvjax.cache import Shard, bucket
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy, PolicyError
@@ -174,6 +174,7 @@ def _batch(run: Run, rows: Sequence[Row], count: int) -> Batch:
         given=max(len(row.question) for row in rows),
         ends=max(max(len(row.request.ends) for row in rows), 1),
         sampling=kinds,
+        mixed=len({bucket(len(row.prompt)) for row in rows}) > 1,
         mesh=run.mesh,
     )
 

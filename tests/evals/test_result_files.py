@@ -40,14 +40,15 @@ class Run:
     def answer(self, params, prompts, **options):
         self.asked += len(prompts)
         shares = ("cache_bytes", "host_cache_bytes", "full_cache_bytes", "prefill_seconds", "decode_seconds")
-        stats = SimpleNamespace(rows=len(prompts), **dict.fromkeys(shares, 2))
-        return [SimpleNamespace(text=ODD, tokens=[1, 2], stats=stats) for _ in prompts]
+        for i in range(len(prompts)):
+            stats = SimpleNamespace(rows=len(prompts), **dict.fromkeys(shares, 2.0 * (i + 1)))  # of the call so far
+            yield i, SimpleNamespace(text=ODD, tokens=[1, 2], stats=stats)
 
 
 @pytest.fixture
 def run(talker, tmp_path, monkeypatch):
     run = Run(talker, tmp_path / "needle.jsonl")
-    monkeypatch.setattr(runner, "generate", run.answer)
+    monkeypatch.setattr(runner, "iterate", run.answer)
     return run
 
 
