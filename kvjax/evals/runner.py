@@ -159,10 +159,9 @@ class Prepared:
             progress(len(done), len(self.examples))
         for batch in self.plan.batches:
             left = [i for i in batch.examples if i not in done]
-            # A whole session, whose questions depend on those before.
-            for i, answer in self._answers(
-                params, mesh, policy, batch, list(batch.examples) if batch.session else left
-            ):
+            # A session runs whole, since its questions depend on those before.
+            chosen = list(batch.examples) if batch.session and left else left
+            for i, answer in self._answers(params, mesh, policy, batch, chosen):
                 if i in left:
                     results.append([self._row(i, answer, self.plan.row_bytes(policy, batch))])
                     done.add(i)
