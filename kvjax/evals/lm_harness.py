@@ -159,11 +159,9 @@ def register() -> type[Any]:
                     raise ValueError(
                         f"max_gen_toks={options['max_new_tokens']} leaves no room in {self.max_length} tokens"
                     )
-                for at in range(0, len(group), size):
-                    chosen = group[at : at + size]
-                    batch = [prompts[i][-most:] for i in chosen]
-                    results = generate(self.params, batch, policy=self.policy, **options)
-                    answers |= {i: result.text or "" for i, result in zip(chosen, results, strict=True)}
+                given = [prompts[i][-most:] for i in group]
+                results = generate(self.params, given, policy=self.policy, rows=min(size, len(group)), **options)
+                answers |= {i: result.text or "" for i, result in zip(group, results, strict=True)}
             return [answers[i] for i in range(len(requests))]
 
         def _windows(self, text: str) -> Any:

@@ -161,9 +161,10 @@ class Prepared:
             left = [i for i in batch.examples if i not in done]
             # A session runs whole, since its questions depend on those before.
             chosen = list(batch.examples) if batch.session and left else left
+            held = self.plan.row_bytes(policy, batch) if chosen else {}
             for i, answer in self._answers(params, mesh, policy, batch, chosen):
                 if i in left:
-                    results.append([self._row(i, answer, self.plan.row_bytes(policy, batch))])
+                    results.append([self._row(i, answer, held)])
                     done.add(i)
                     if progress is not None:
                         progress(len(done), len(self.examples))
