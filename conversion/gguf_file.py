@@ -1,4 +1,7 @@
-"""Opens a GGUF file, which contains metadata, tensors (often quantised) and the tokenizer."""
+"""Opens a GGUF file, which contains metadata, tensors (often quantised) and the tokenizer.
+
+`loading.py` calls `find_gguf` and `open_gguf`. `tokenizer_source.py` calls `open_gguf` for the tokenizer only.
+"""
 
 import dataclasses
 import functools
@@ -35,7 +38,11 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
 }
-"""Supported values of `general.architecture`, which are also the names of the families. Mistral files use "llama"."""
+"""Supported values of `general.architecture`, which are also the names of the families. Mistral files use "llama".
+
+To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits text in a new way, add that to
+`gguf_tokenizer.py`.
+"""
 
 QUANTISATIONS = ("F32", "F16", "BF16", *BLOCKS)
 """Supported tensor types."""
@@ -46,12 +53,14 @@ _PLAIN = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_BLOCK = 1 << 18
+_ELEMENTS_AT_A_TIME = 1 << 18
 """Elements dequantised at a time, so that their float32 temporaries take only a few megabytes."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Read the metadata of a GGUF file, or of all files of a split model.
+    """Read the headers of a GGUF file, or of all files of a split model, as a `Checkpoint`.
+
+    Tensors are read when the checkpoint is loaded.
 
     Args:
         path: the file; of a split model, its first file.
@@ -61,32 +70,32 @@ def open_gguf(path: Path) -> Checkpoint:
             supported. Also raised if files of a split model are missing or of another model, or if `path` is not the
             first of them.
     """
-    metadata, held = _read(path)
-    files = dict.fromkeys(held, path)
+    metadata, tensors = _read(path)
+    files = dict.fromkeys(tensors, path)
     split = checked_under(_Split, metadata, "split.", path)
     for number, file in enumerate(_other_files(path, split), 2):
-        more, tensors = _read(file)
+        more, more_tensors = _read(file)
         part = checked_under(_Split, more, "split.", file)
         if (part.no, part.count) != (number - 1, split.count):
             raise CheckpointError(
                 f"{file}: its metadata says file {part.no + 1} of {part.count}, but file {number} of {split.count} was expected. "
                 "The files are of different models, or were renamed"
             )
-        if twice := held.keys() & tensors.keys():
+        if twice := tensors.keys() & more_tensors.keys():
             raise CheckpointError(f"{file}: duplicate tensor {min(twice)}, also in {files[min(twice)].name}")
-        held |= tensors
-        files |= dict.fromkeys(tensors, file)
-    if split.count > 1 and split.num_tensors not in (None, len(held)):
+        tensors |= more_tensors
+        files |= dict.fromkeys(more_tensors, file)
+    if split.count > 1 and split.num_tensors not in (None, len(tensors)):
         raise CheckpointError(
-            f"{path}: its {split.count} files hold {len(held)} tensors, but split.tensors.count says {split.num_tensors}"
+            f"{path}: its {split.count} files hold {len(tensors)} tensors, but split.tensors.count says {split.num_tensors}"
         )
-    config = read_config(metadata, held, path)
+    config = read_config(metadata, tensors, path)
     permuted = metadata["general.architecture"] == "llama"
     return Checkpoint(
         source=path,
         format="gguf",
         config=config,
-        tensors={name: _stored(files[name], tensor, config, permuted) for name, tensor in held.items()},
+        tensors={name: _stored(files[name], tensor, config, permuted) for name, tensor in tensors.items()},
         layout_of=gguf_layout,
         ignored=lambda name: name in _ROPE_TENSORS,
         tokenizer=functools.partial(
@@ -115,7 +124,7 @@ _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class _Split(Strict):
-    """The fields under `split.` that are read."""
+    """The fields under `split.` that are read. `no` counts files from 0."""
 
     no: int = Field(0, ge=0, lt=2**16)
     count: int = Field(0, ge=0, lt=2**16)
@@ -123,7 +132,7 @@ class _Split(Strict):
 
 
 def _number(path: Path) -> int | None:
-    """Number of a split model's file in its name, counted from 1; None for any other name."""
+    """Number of a split model's file in its name, counted from 1 (unlike `_Split.no`); None for any other name."""
     match = _SPLIT_NAME.fullmatch(path.name)
     return None if match is None else int(match[2])
 
@@ -196,7 +205,9 @@ def _check_offsets(path: Path, reader: gguf.GGUFReader) -> None:
 class _Reader(gguf.GGUFReader):
     """The library's reader, with checks that the lengths in a file stay within the file.
 
-    It reads a plain view of the memory map, as slicing numpy's `memmap` class takes twice as long.
+    It reads a plain view of the memory map, because slicing numpy's `memmap` class takes twice as long.
+
+    It overrides private methods of `gguf`, `_get` and `_get_field_parts`. Check it after an upgrade of `gguf`.
     """
 
     @property
@@ -261,8 +272,8 @@ def gguf_layout(config: ModelConfig) -> Layout:
     """The Hugging Face layout, with the `gguf` library's tensor names."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.num_layers)
     return {
-        names.get_name(name, try_suffixes=(".weight", ".bias")) or name: held
-        for name, held in hf_layout(config).items()
+        names.get_name(name, try_suffixes=(".weight", ".bias")) or name: entry
+        for name, entry in hf_layout(config).items()
     }
 
 
@@ -311,16 +322,16 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
             f"{path}: unknown general.architecture {shortened(family_name)}; supported are {', '.join(ARCHITECTURES)}"
         )
     family = FAMILIES[family_name]
-    held = checked_under(_Metadata, metadata, f"{family_name}.", path)
+    fields = checked_under(_Metadata, metadata, f"{family_name}.", path)
     tokens = checked_under(_Tokens, metadata, "tokenizer.ggml.", path)
-    if held.expert_count:
-        raise CheckpointError(f"{path}: a mixture of {held.expert_count} experts; only dense models are supported")
+    if fields.expert_count:
+        raise CheckpointError(f"{path}: a mixture of {fields.expert_count} experts; only dense models are supported")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
-    head_dim = held.head_dim or held.embedding_length // held.num_heads
-    dim = held.rope_dim or head_dim
-    window = held.window if family.windows == "all" else 0
+    head_dim = fields.head_dim or fields.embedding_length // fields.num_heads
+    dim = fields.rope_dim or head_dim
+    window = fields.window if family.windows == "all" else 0
     vocab_size = int(embedding.shape[1])
     named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
     texts = metadata.get("tokenizer.ggml.tokens")
@@ -332,27 +343,27 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         return ModelConfig(
             family=family_name,
             vocab_size=vocab_size,
-            hidden_size=held.embedding_length,
-            intermediate_size=held.feed_forward_length,
-            num_layers=held.block_count,
-            num_heads=held.num_heads,
-            num_kv_heads=held.num_kv_heads or held.num_heads,
+            hidden_size=fields.embedding_length,
+            intermediate_size=fields.feed_forward_length,
+            num_layers=fields.block_count,
+            num_heads=fields.num_heads,
+            num_kv_heads=fields.num_kv_heads or fields.num_heads,
             head_dim=head_dim,
-            max_position=held.context_length,
+            max_position=fields.context_length,
             rope=RopeConfig(
-                theta=_decimal(held.theta),
+                theta=_decimal(fields.theta),
                 dim=dim,
                 interleaved=family.interleaved,
-                scaling=_scaling(held, tensors, dim, path),
+                scaling=_scaling(fields, tensors, dim, path),
             ),
-            norm_eps=_decimal(held.norm_eps),
+            norm_eps=_decimal(fields.norm_eps),
             tied="output.weight" not in tensors,
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
-            windows=(window or None,) * held.block_count,
+            windows=(window or None,) * fields.block_count,
             eos=tuple(dict.fromkeys(eos)),
             bos=tokens.bos,
         )
@@ -362,7 +373,9 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:
+def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:
+    """Return the rope scaling of factor tensors if there are any, else that of the metadata."""
+
     def channels(name: str) -> tuple[float, ...]:
         if name not in tensors:
             raise CheckpointError(f"{path}: 1 tensor missing: {name}")
@@ -373,19 +386,19 @@ def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int
             )
         return tuple(float(factor) for factor in np.asarray(tensors[name].data, np.float32).ravel())
 
-    original = held.original_window or held.context_length
+    original = fields.original_window or fields.context_length
     if "rope_freqs.weight" in tensors:
-        return _llama3(channels("rope_freqs.weight"), held.theta, held.context_length)
+        return _llama3(channels("rope_freqs.weight"), fields.theta, fields.context_length)
     if "rope_factors_long.weight" in tensors:
         return LongRope(
             short_factor=channels("rope_factors_short.weight"),
             long_factor=channels("rope_factors_long.weight"),
             original_max_position=original,
-            factor=held.context_length / original,
-            attention_factor=held.attn_factor,
+            factor=fields.context_length / original,
+            attention_factor=fields.attn_factor,
         )
-    factor = held.factor or held.scale_linear or 1.0
-    match kind := held.scaling or ("linear" if held.scale_linear else "none"):
+    factor = fields.factor or fields.scale_linear or 1.0
+    match kind := fields.scaling or ("linear" if fields.scale_linear else "none"):
         case "none":
             return None
         case "linear":
@@ -395,9 +408,9 @@ def _scaling(held: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int
                 factor=factor,
                 original_max_position=original,
                 # The file's factor multiplies YaRN's own.
-                attention_factor=held.attn_factor and held.attn_factor * (0.1 * math.log(factor) + 1.0),
-                beta_fast=held.beta_fast,
-                beta_slow=held.beta_slow,
+                attention_factor=fields.attn_factor and fields.attn_factor * (0.1 * math.log(factor) + 1.0),
+                beta_fast=fields.beta_fast,
+                beta_slow=fields.beta_slow,
             )
         case _:
             raise CheckpointError(
@@ -434,6 +447,17 @@ def _row_order(name: str, config: ModelConfig) -> np.ndarray | None:
 
 
 def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted: bool) -> StoredTensor:
+    """Describe one tensor as a `StoredTensor`; see its attributes `read` and `keep`.
+
+    Args:
+        path: file that contains the tensor.
+        tensor: the tensor's header.
+        config: the model's configuration.
+        permuted: whether rows of query and key projections are reordered, as in Llama files; see `_row_order`.
+
+    Raises:
+        CheckpointError: the tensor's type is not supported.
+    """
     kind = tensor.tensor_type
     if kind.name not in QUANTISATIONS:
         raise CheckpointError(
@@ -441,8 +465,10 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         )
     shape = tuple(int(size) for size in reversed(tensor.shape))
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
-    held = shape[0], nbytes // shape[0]
-    numbers, block = (1, _PLAIN[kind.name].itemsize) if kind.name in _PLAIN else gguf.GGML_QUANT_SIZES[kind]
+    bytes_shape = shape[0], nbytes // shape[0]
+    elements_per_block, bytes_per_block = (
+        (1, _PLAIN[kind.name].itemsize) if kind.name in _PLAIN else gguf.GGML_QUANT_SIZES[kind]
+    )
 
     def decode(rows: np.ndarray) -> np.ndarray:
         if kind.name in _PLAIN:
@@ -451,30 +477,37 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         return getattr(gguf.quants, kind.name).dequantize_rows(rows)
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
+        """Fill whole rows of `out`. Columns start at any element, and whole blocks are read."""
         order = _row_order(tensor.name, config) if permuted else None
-        step = max(1, _BLOCK // math.prod(shape[1:]))
+        step = max(1, _ELEMENTS_AT_A_TIME // math.prod(shape[1:]))
         width = math.prod(out.shape[1:])
-        first = column // numbers  # the first whole block that contains the columns
-        part, own = slice(first * block, -(-(column + width) // numbers) * block), slice(column - first * numbers, None)
+        first, last = column // elements_per_block, -(-(column + width) // elements_per_block)  # blocks
+        part = slice(first * bytes_per_block, last * bytes_per_block)
+        before = column - first * elements_per_block  # elements of the first block to skip
         for begin in range(0, len(out), step):
             end = min(begin + step, len(out))
             rows = slice(start + begin, start + end) if order is None else order[start + begin : start + end]
-            decoded = decode(np.ascontiguousarray(mapped(path, np.uint8, offset, held, rows, part)))
-            out[begin:end] = decoded.reshape(end - begin, -1)[:, own][:, :width].reshape(out[begin:end].shape)
+            decoded = decode(np.ascontiguousarray(mapped(path, np.uint8, offset, bytes_shape, rows, part)))
+            out[begin:end] = decoded.reshape(end - begin, -1)[:, before : before + width].reshape(out[begin:end].shape)
 
     def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:
-        per = blocks_shape(kind.name, *shape).levels.shape[-1] * numbers // shape[1]  # groups per block
+        """Return rows as a quantised matrix.
+
+        `columns` slices groups, not elements. If the slice is not on block bounds, all columns are returned.
+        """
+        groups_per_block = blocks_shape(kind.name, *shape).levels.shape[-1] * elements_per_block // shape[1]
         part = slice(None)
-        if columns is not None and not (columns.start % per or columns.stop % per):
-            part = slice(columns.start // per * block, columns.stop // per * block)
+        if columns is not None and not (columns.start % groups_per_block or columns.stop % groups_per_block):
+            first, last = columns.start // groups_per_block, columns.stop // groups_per_block  # blocks
+            part = slice(first * bytes_per_block, last * bytes_per_block)
         order = _row_order(tensor.name, config) if permuted else None
-        step = max(1, _BLOCK // math.prod(shape[1:]))
+        step = max(1, _ELEMENTS_AT_A_TIME // math.prod(shape[1:]))
         pieces = []
         for begin in range(start, stop, step):
             rows = slice(begin, min(begin + step, stop))
             rows = rows if order is None else order[rows]
             pieces.append(
-                from_blocks(kind.name, np.ascontiguousarray(mapped(path, np.uint8, offset, held, rows, part)))
+                from_blocks(kind.name, np.ascontiguousarray(mapped(path, np.uint8, offset, bytes_shape, rows, part)))
             )
         return jax.tree.map(lambda *each: np.concatenate(each), *pieces)
 

@@ -1,7 +1,8 @@
 """Builds the tokenizer that a GGUF file's metadata describes.
 
-There are two kinds. Byte-level BPE names its rule for splitting text before merging only in `tokenizer.ggml.pre`.
-SentencePiece with scores is rebuilt as BPE with byte fallback.
+Byte-level BPE (`tokenizer.ggml.model` "gpt2") and SentencePiece BPE ("llama") are supported. For the first, the file
+does not contain the regular expression that splits text before merging, only its name (`tokenizer.ggml.pre`). The
+second is converted to BPE with byte fallback. `gguf_file.py` calls `read_tokenizer` and uses `END_TEXTS`.
 """
 
 import warnings
@@ -28,7 +29,7 @@ _SPLITS: Mapping[str, str] = {
     "o200k": _O200K_WORD % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_REST,
     "tekken": _O200K_WORD % ("", "") + r"|\p{N}" + _O200K_REST,
 }
-"""Regular expressions whose matches are the pieces that BPE merges within."""
+"""Regular expressions that split text into pieces. BPE merges tokens within a piece."""
 
 PRE_TOKENIZERS: Mapping[str, str] = {
     "llama-bpe": "cl100k",
@@ -52,39 +53,46 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     "command-r": "digits",
     "default": "default",
 }
-"""Known values of `tokenizer.ggml.pre`, and how each splits text."""
+"""Known values of `tokenizer.ggml.pre`. Each maps to a key of `_SPLITS`, or to "gpt2", "digits" or "default".
+
+`_splitter` makes the splitter from it. To add one, add a row and, if it is new, a pattern.
+"""
 
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Vocabularies in which a piece that is itself a token is not split, regardless of the merges."""
+"""Values of `tokenizer.ggml.pre` for which a piece that is itself a token is not split, regardless of the merges."""
 
 _BEGUN = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Vocabularies that prepend the start token if `add_bos_token` is absent."""
+"""Values of `tokenizer.ggml.pre` for which the start token is prepended if `add_bos_token` is absent."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type` whose tokens are matched before text is split."""
 
 END_TEXTS = frozenset(
-    (
-        *(
-            "</s>",
-            "<|end|>",
-            "<|endoftext|>",
-            "<|end_of_text|>",
-            "<|eot_id|>",
-            "<|eom_id|>",
-            "<|im_end|>",
-            "<end_of_turn>",
-        ),
-        *("<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
-    )
+    {
+        "</s>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<end_of_turn>",
+        "<EOT>",
+        "_<EOT>",
+        "<end_of_utterance>",
+        "<｜end▁of▁sentence｜>",
+    }
 )
-"""Texts of tokens that always end an answer, whatever their metadata: llama.cpp's list for the supported families."""
+"""Texts of tokens that always end an answer: llama.cpp's list for the supported families.
+
+They count as control tokens, whatever their `token_type`.
+"""
 
 _PHI3_STRIPS_NOT = ("<unk>", "<s>", "<|endoftext|>")
-"""Special tokens of Phi-3's SentencePiece vocabulary that keep the space after them. The others swallow it."""
+"""Special tokens of Phi-3's SentencePiece vocabulary that keep the spaces after them. The others remove them."""
 
 _PHI4_STRIPS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tag|>")
-"""Special tokens of Phi-4-mini's vocabulary that swallow the space after them."""
+"""Special tokens of Phi-4-mini's vocabulary that remove the spaces after them."""
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -92,14 +100,14 @@ _SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+"""Special tokens by their names in `Tokenizer`, and the fields with their ids."""
 
 _LONGEST = 1024
-"""Limit on the characters of a token, as the merges are found by cutting each token everywhere."""
-
+"""Maximum characters per token. Deriving merges tries every cut of every token."""
 
 _MOST_CUT = 1 << 28
-"""Limit on the characters in all cuts of all tokens, which takes a few seconds. The largest known vocabularies have a
-tenth of it.
+"""Maximum sum of squared token lengths, which bounds the time of `_merges` to a few seconds. The largest known
+vocabularies have a tenth of it.
 """
 
 
@@ -138,8 +146,8 @@ def read_tokenizer(
         vocab_size: number of tokens that the model knows. A larger vocabulary gives a warning.
 
     Returns:
-        The tokenizer. None if there is none, or (with a warning) if its kind is unknown; the model then takes token
-            ids.
+        The tokenizer. None if the file has no tokens, or, with a warning, if the tokenizer is unknown. The model then
+        takes token ids.
 
     Raises:
         CheckpointError: the fields have wrong types or contradict each other.
@@ -213,6 +221,7 @@ class _Template(Strict):
 
 
 def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> Tokenizer:
+    """Build byte-level BPE."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
@@ -224,6 +233,7 @@ def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> Token
 
 
 def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
+    """Return the splitter for a value of `PRE_TOKENIZERS`."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     match way:
@@ -243,6 +253,14 @@ def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], unknown: int, prefix: bool) -> Tokenizer:
+    """Build BPE with byte fallback from a SentencePiece vocabulary.
+
+    Args:
+        tokens: the vocabulary.
+        scores: score of each token; tokens with higher scores are merged first.
+        unknown: id of the unknown token.
+        prefix: whether a space is added before the text.
+    """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(
         models.BPE(
@@ -263,7 +281,7 @@ def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], unknown: int,
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Derive BPE merges from SentencePiece's rule, which joins the neighbours whose joint token has the best score."""
+    """Derive BPE merges from SentencePiece's rule: merge the neighbours whose joint token has the best score."""
     found = []
     for token, i in vocabulary.items():
         for cut in range(1, len(token)):

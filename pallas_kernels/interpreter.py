@@ -1,4 +1,4 @@
-"""How TPU kernels are interpreted."""
+"""Interpret mode of the TPU kernels."""
 
 from typing import Any
 

@@ -1,4 +1,10 @@
-"""Makes it cheap to trace, lower and compile the thousands of small programs that tests run."""
+"""Reduces the time and memory to trace, lower and compile the thousands of small programs that tests run.
+
+`conftest.py` calls `use_quick_flags`, `share_contexts` and `keep_programs` before the first program is compiled,
+because XLA reads its flags once. They replace private functions of JAX. After a JAX upgrade, check that the
+replacements still take effect. Between tests, `conftest.py` calls `drop_programs` when compiled programs take too much
+memory.
+"""
 
 import gc
 import importlib.metadata
@@ -10,38 +16,49 @@ from typing import Any
 import jax
 
 FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-"""XLA's flags for many small programs: the older emitters, and one module per program instead of one for each of several threads.
+"""XLA flags for many small programs: no fusion emitters, and one module per program instead of one per thread.
 
-Programs of the default model's 30 layers compile twice as fast with the newer emitters (`for_large_programs`)."""
+The *fusion emitters* are XLA's newer code generator for CPUs. Small programs compile faster without them, but programs
+of the default model's 30 layers compile twice as fast with them (see `for_large_programs`).
+"""
 
 large = False
-"""Whether programs are compiled with the newer emitters."""
+"""Whether to compile with the fusion emitters. `conftest.py` sets it while a test that uses `smollm2` runs."""
 
 CONTEXT_USES = 500
-"""Programs that are lowered in one MLIR context. It keeps what it has interned, so it is replaced from time to time."""
+"""Number of programs per MLIR context. A context keeps all types and attributes that were made in it, so it is replaced
+from time to time.
+"""
 
 FOLDER = "KVJAX_TEST_PROGRAMS"
-"""Environment variable: the folder that a run's processes keep compiled programs in. Without it a run makes one, and removes it."""
+"""Environment variable: folder for compiled programs, which the processes of a run share.
+
+If it is not set, `conftest.py` creates a temporary folder and deletes it after the run.
+"""
 
 MEMORY = 0.9e9
-"""Bytes that a process may hold at the end of a file of tests before compiled programs are dropped."""
+"""Memory of a process, in bytes, above which compiled programs are dropped at the end of a test file."""
 
 MAPPINGS = 30_000
-"""Memory mappings that a process may have before compiled programs are dropped. Linux allows 65,530, and XLA crashes when there are no more."""
+"""Number of memory mappings of a process above which compiled programs are dropped.
+
+Linux allows 65,530, and XLA crashes when it gets no more.
+"""
 
 
 def share_contexts() -> None:
     """Lower many programs in one MLIR context.
 
-    JAX makes a context for every program. Making one takes longer than lowering a small program in it, and takes longer the more contexts there
-    are: thousands stay alive with the programs that were lowered in them. This replaces a private function of JAX's, where there is one.
+    JAX makes a context for every program. Making one takes longer than lowering a small program in it. It also takes
+    longer the more contexts there are, and thousands stay alive with the programs that were lowered in them. This
+    replaces a private function of JAX, if it exists.
     """
     from jax._src.interpreters import mlir
 
     make = getattr(mlir, "make_ir_context", None)
     if make is None:
         return
-    local = threading.local()  # so that no two threads lower in one context at a time
+    local = threading.local()  # one context per thread, because two must not lower in one at the same time
 
     def shared() -> Any:
         local.uses = getattr(local, "uses", 0) + 1
@@ -53,10 +70,10 @@ def share_contexts() -> None:
 
 
 def keep_programs(folder: Path) -> None:
-    """Keep compiled programs in a folder that the processes of a run share: what one of them compiled the others read.
+    """Keep compiled programs in a folder that the processes of a run share. Each program is then compiled once per run.
 
-    JAX writes such files in place, so that another process could read a part of one. This replaces a private method of JAX's by one that
-    writes a file whole.
+    JAX writes these files in place, so that another process could read an incomplete file. This replaces a private
+    method of JAX by one that writes files atomically. It ignores the cache's size limit.
     """
     from jax._src.lru_cache import LRUCache
 
@@ -74,14 +91,17 @@ def keep_programs(folder: Path) -> None:
 
 
 def use_quick_flags() -> None:
-    """Give XLA `FLAGS`, where its version has them."""
+    """Give XLA `FLAGS`. Only jaxlib 0.10 has them, so other versions are left as they are. Do not call twice."""
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
         for_large_programs()
 
 
 def for_large_programs() -> None:
-    """Compile with XLA's newer emitters while `large` is true, whatever `FLAGS` say. This replaces a private function of JAX's."""
+    """Compile with the fusion emitters while `large` is True, regardless of `FLAGS`.
+
+    This replaces a private function of JAX. Do not call twice.
+    """
     from jax._src import compiler
 
     make = compiler.get_compile_options
@@ -96,7 +116,7 @@ def for_large_programs() -> None:
 
 
 def drop_programs() -> None:
-    """Let go of all compiled programs, and of what holds on to them."""
+    """Delete all compiled programs, and the references to them."""
     from kvjax.runtime import decoding
 
     for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend, decoding.begin):
@@ -106,12 +126,12 @@ def drop_programs() -> None:
 
 
 def held_bytes() -> float:
-    """Memory of this process, where the system tells."""
+    """Return the resident memory of this process in bytes, or 0 if the system does not report it."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def mappings() -> int:
-    """Memory mappings of this process, where the system tells."""
+    """Return the number of memory mappings of this process, or 0 if the system does not report it."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0

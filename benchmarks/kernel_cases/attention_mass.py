@@ -1,4 +1,9 @@
-"""Attention that each token gets from all queries of a prompt, or of a block after what is kept of a text."""
+"""Benchmark cases of `attention_mass`: the attention that each token receives from all queries (H2O, CaM).
+
+The queries are those of a whole prompt, or of a block of it after cached tokens.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,14 +18,14 @@ from kvjax.pallas_kernels import attention_mass
 from .case import Case, relative_error
 
 SHAPES = ((1, 4096, 4096, 32, 8, 128), (1, 4096, 16384, 32, 8, 128), (1, 8192, 0, 32, 8, 128), (2, 700, 1000, 8, 2, 64))
-"""Rows, queries, places before them, query heads, KV heads, head dim."""
+"""Sequences, queries, cached tokens before them, query heads, KV heads, head dim."""
 
 SAMPLED = 2
-"""Rows x KV heads compared with float64."""
+"""Number of heads (sequence x KV head) compared with float64."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal queries and keys; the first half of the heads keeps less, and rows end before the prompt does."""
+    """Normal queries and keys. The first half of the heads has fewer tokens, and later sequences are shorter."""
     for rows, queries, before, heads, kv_heads, dim in SHAPES:
         mass = partial(_mass, scale=dim**-0.5)
         pairs = rows * queries * (before + queries / 2)

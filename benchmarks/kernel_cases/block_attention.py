@@ -1,5 +1,8 @@
-"""Attention of a block of tokens over what a cache keeps and over itself, at Llama-3.1-8B's shape and at one with heads of 64; and over a
-part of the slots, as devices that share them have.
+"""Benchmark cases of `block_attention`, attention of a block of tokens over cache and block (chunked prefill).
+
+Also of `partial_block_attention`, its form for devices that each have a part of the slots.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
 
 from collections.abc import Iterator
@@ -22,24 +25,29 @@ SHAPES = (
     (3, 700, 1000, 8, 2, 64, True),
     (2, 64, 2048, 32, 8, 128, False),
 )
-"""Rows, tokens of a block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
+"""Sequences, tokens of the block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
 
 PARTS = ((1, 4096, 16384, 32, 8, 128, True, 4, 1), (2, 300, 40, 8, 2, 64, False, 8, 7))
-"""Of such shapes, besides, among how many devices slots are sharded, and which of them computes; the last one has slots that none of a block's
-first tokens sees."""
+"""The same, then the number of devices that share the slots, and the index of the one that computes.
+
+In the last one, the block's first tokens see none of this device's slots.
+"""
 
 STRIPE = 16
-"""Slots that stay together where they are sharded."""
+"""Adjacent slots that are on the same device, if slots are sharded."""
 
 TUNED = ((64, 128, 2), (64, 64, 3), (64, 64, 5), (128, 64, 2))
-"""Queries of a warpgroup, slots of a tile, tiles under way."""
+"""Queries per warpgroup, slots per tile, and tiles in flight."""
 
 SAMPLED = 40
-"""Queries that are compared with float64."""
+"""Number of queries compared with float64."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal queries, keys and values; the first half of the heads keeps less, up against the block, and rows end before their block does."""
+    """Normal queries, keys and values.
+
+    The first half of the heads has free slots before its tokens. Later sequences end before the block does.
+    """
     for rows, tokens, slots, heads, kv_heads, dim, weighted in SHAPES:
         attend = partial(_attend, scale=dim**-0.5)
         kept = slots - np.asarray(_free(rows, slots, kv_heads))
@@ -73,7 +81,7 @@ def cases() -> Iterator[Case]:
 
 
 def _free(rows: int, slots: int, kv_heads: int) -> np.ndarray:
-    """Slots of each head that hold nothing, before those that do."""
+    """Number of free slots of each head, which are before those with tokens."""
     free = np.zeros((rows, kv_heads), np.int32)
     free[:, : kv_heads // 2] = slots // 10 + np.arange(kv_heads // 2, dtype=np.int32) * 3
     return free
@@ -89,7 +97,7 @@ def _inputs(
     place = jnp.arange(slots + tokens, dtype=jnp.int32)
     live = (place >= free[..., None]) & (place < slots + count[:, None, None])
     pos = jnp.where(live, place, -1)
-    # What free slots hold is not looked at.
+    # Free slots contain NaN, which must not reach the results.
     k, v = (jnp.where(live[..., None], x, jnp.asarray(jnp.nan, x.dtype)) for x in (k, v))
     query = jnp.arange(tokens, dtype=jnp.int32)
     q_pos = jnp.where(query < count[:, None], slots + query, -1)
@@ -152,7 +160,7 @@ def _attend_part(
 
 
 def _part_error(inputs: tuple[Any, ...], found: Any) -> float:
-    """The larger one of values, and of what their sum of exponentials is to that in float64, where either sees something."""
+    """The larger of two relative errors: of the outputs and of the sums of exponentials."""
     out, sums = (np.asarray(x, np.float64) for x in found)
     q, k, _, q_pos, pos, _, _, weight = (np.asarray(x) for x in inputs)
     group, scale = q.shape[2] // k.shape[1], q.shape[3] ** -0.5
@@ -173,7 +181,7 @@ def _part_error(inputs: tuple[Any, ...], found: Any) -> float:
 
 
 def _sized(scale: float) -> dict[str, Any]:
-    """The kernel for Hopper GPUs, by its sizes."""
+    """Variants of the kernel for Hopper GPUs, one per block sizes."""
 
     def variant(sizes: dict[str, int]) -> Any:
         def attend(q: Any, k: Any, v: Any, q_pos: Any, pos: Any, first: Any, own: Any, weight: Any = None) -> Any:
@@ -188,7 +196,7 @@ def _sized(scale: float) -> dict[str, Any]:
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the first, the last and some other queries, each in some head."""
+    """Relative error of the first, the last and some random queries, each in a random head."""
     q, k, v, q_pos, pos, _, _, *weights = (np.asarray(x) for x in inputs)
     rows, tokens, heads, dim = q.shape
     random, group = np.random.default_rng(0), heads // k.shape[1]

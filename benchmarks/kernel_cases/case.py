@@ -1,4 +1,4 @@
-"""One row of the kernel benchmark: an operation at one shape, its implementations, and how to tell that they are right."""
+"""One case of the kernel benchmark: an operation at one shape, its implementations, and a check of their results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,18 +13,22 @@ class Case:
 
     Attributes:
         operation: name of the public function.
-        shape: the shape in words, such as "B32 K8 G4 C8192 H128, lengths ragged".
-        dtype: of the large inputs.
-        inputs: fresh random inputs on the device, from a seed.
-        variants: functions of the inputs, all computing the same, by name: "xla", "cudnn" where it applies, "auto", "gpu" and
-            for tuning "gpu 128x64" with block sizes named. They are jitted by the benchmark.
-        error: relative error (||out - ref|| / ||ref||, or the share of wrong entries where they are discrete) of one variant's
-            outputs, against float64 NumPy on the host: of a sample where all would take long. Args are inputs and outputs.
-        tolerance: the largest error that is right.
-        bytes: fewest bytes that must be moved through device memory: each input that counts read once, each output written once.
-        flops: floating-point operations that must be done.
-        sizes: the block sizes of variants that have them in their names.
-        tuned_by: the operation and what rules about block sizes ask about, which holds for this case alone.
+        shape: the shape in words, such as "B32 K8 G4 C8192 H128, lengths ragged". Result files identify cases by it.
+        dtype: dtype of the large inputs.
+        inputs: returns new random inputs on the device, for a seed.
+        variants: implementations by name, as functions of the inputs. All compute the same; the benchmark jits them.
+            Names without spaces, such as "xla", "auto" and "cudnn", are always timed. Names with spaces contain block
+            sizes, such as "gpu rows=64 warps=4", and are timed with `--tune` only.
+        error: returns the relative error of a variant, given inputs and outputs: ||out - ref|| / ||ref||, or the share
+            of wrong entries if they are discrete. It compares with float64 NumPy on the host, for a sample if
+            everything would take long.
+        tolerance: largest acceptable error.
+        bytes: minimum number of bytes moved through device memory: each necessary input read once, each output written
+            once.
+        flops: floating-point operations of the matmuls; 0 if they cannot be the bottleneck.
+        sizes: block sizes of the variants whose names contain them. Only for operations that support `--rules`.
+        tuned_by: operation and properties that a rule of block sizes for this case tests; see
+            `kvjax.pallas_kernels.tuning.tuned`. Only for operations that support `--rules`.
     """
 
     operation: str
@@ -41,7 +45,7 @@ class Case:
 
 
 def relative_error(out: Any, expected: np.ndarray) -> float:
-    """||out - expected|| / ||expected||; infinite where anything is NaN."""
+    """Return ||out - expected|| / ||expected||, or infinity if `out` contains NaN or infinity."""
     out = np.asarray(out, np.float64)
     if not np.isfinite(out).all():
         return float("inf")

@@ -1,4 +1,9 @@
-"""Products of ClusterKV's queries with all centroids, a cluster to 80 tokens."""
+"""Benchmark cases of `centroid_scores`, the products of queries with all cluster centroids (ClusterKV).
+
+There is one cluster per 80 tokens.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +20,7 @@ from kvjax.pallas_kernels.block_scores import pallas_triton
 from .case import Case, relative_error
 
 HEADS, GROUP, DIM = 8, 4, 128
+"""KV heads, queries per KV head, head dim."""
 
 
 def cases() -> Iterator[Case]:

@@ -1,4 +1,9 @@
-"""Edges inside chunks: as Chelsea asks for them, of a prompt, of rows of a cache between tokens that are never merged, and in larger chunks."""
+"""Benchmark cases of `chunk_similarity`, which finds each even slot's most similar odd slot in its chunk (Chelsea).
+
+Of a whole prompt, of a cache with sinks before its chunks, and in larger chunks.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,15 +29,15 @@ SHAPES = (
     (1, 65536, 65536, 256, 128, "float32"),
     (1, 131072, 131072, 2048, 128, "bfloat16"),
 )
-"""Rows, places, tokens of a row, places in a chunk, head dim, dtype."""
+"""Sequences, slots, tokens per sequence, slots per chunk, head dim, dtype."""
 
 HEADS = 8
 
 SINKS = 16
-"""Where chunks begin that have fewer tokens than there are places."""
+"""Slots before the first chunk, if there are fewer tokens than slots."""
 
 SAMPLE = 4
-"""Chunks that are checked."""
+"""Number of first chunks that are checked."""
 
 
 def cases() -> Iterator[Case]:
@@ -75,7 +80,10 @@ def _inputs(rows: int, places: int, tokens: int, dim: int, dtype: str, seed: int
 
 
 def _error(chunk: int, inputs: tuple[Any, ...], out: Any) -> float:
-    """How far the similarities are from the best ones, or those of the chosen edges are, in the first head's chunks and its last."""
+    """Relative error of the similarities, and of those of the chosen edges, to the best ones.
+
+    For the first chunks and the last chunk of the first head.
+    """
     keys, first, count = inputs
     key = np.asarray(keys[0, 0, int(first[0]) :][: int(count[0])], np.float64)
     unit = key / np.linalg.norm(key, axis=-1, keepdims=True)

@@ -1,4 +1,7 @@
-"""What ClusterKV's queries recall: the tokens of their best clusters, at a budget of 1024."""
+"""Benchmark cases of `cluster_tokens`, which chooses the tokens of each query's best clusters (ClusterKV).
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,9 +18,10 @@ from kvjax.pallas_kernels.top_k import cluster_tokens_pallas_triton as pallas_tr
 from .case import Case
 
 SHAPES = tuple(product((1, 8), (16384, 32768, 65536)))
-"""Rows, tokens; a cluster to 80 of them."""
+"""Sequences and tokens. There is one cluster per 80 tokens."""
 
 HEADS, GROUP, SIZE = 8, 4, 1008
+"""KV heads, queries per KV head, and tokens chosen: a budget of 1024 less ClusterKV's 16 sinks."""
 
 
 def cases() -> Iterator[Case]:
@@ -40,7 +44,8 @@ def cases() -> Iterator[Case]:
                 },
             },
             error=_error,
-            tolerance=0.0,
+            tolerance=0.0,  # results are discrete and must match exactly
+            # int32 or float32: scores, token indices read and written, a one-byte mask; sizes and starts of clusters
             bytes=queries * (4 * clusters + SIZE * (4 + 4 + 1)) + batch * HEADS * 8 * clusters,
             flops=0,
         )
@@ -57,7 +62,7 @@ def _inputs(batch: int, tokens: int, clusters: int, seed: int) -> tuple[jax.Arra
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Share of the first row's queries that get other tokens."""
+    """Share of queries of the first sequence whose set of tokens differs from NumPy's. Order does not count."""
     scores, sizes, starts, order, room = (np.asarray(x)[0] for x in inputs)
     index, live = (np.asarray(x)[0] for x in out)
     wrong = []

@@ -1,4 +1,7 @@
-"""Clusters back in the cache that they were merged from."""
+"""Benchmark cases of `copy_clusters`, which copies merged tokens back into the cache (Chelsea).
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,9 +18,10 @@ from kvjax.pallas_kernels.cluster_merging import merge_clusters_pallas_triton as
 from .case import Case
 
 HEADS, DIM = 8, 128
+"""KV heads, head dim."""
 
 SHAPES = ((1, 3456, 3360), (1, 13312, 13200), (8, 3456, 3360), (8, 13312, 13200))
-"""Rows, places, tokens of a row."""
+"""Sequences, slots, tokens per sequence."""
 
 
 def cases() -> Iterator[Case]:
@@ -54,12 +58,12 @@ def _inputs(rows: int, places: int, tokens: int, seed: int) -> tuple[Any, ...]:
 
 
 def _copy(copy: Callable[..., Any], tokens: Clusters, size: jax.Array) -> Any:
-    """Into arrays that nothing was written to: what holds something would be copied first, as it is used again."""
+    """Copy into empty arrays. Arrays that are used again would be copied first."""
     return copy(tokens, size, Clusters(*(jax.lax.empty(x.shape, x.dtype) for x in tokens)))
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """The share of entries that differ."""
+    """Share of entries that differ."""
     tokens, size = inputs
     held = int(size[0])
     wrong = [np.asarray(x[:, :, :held]) != np.asarray(y[:, :, :held]) for x, y in zip(tokens, out, strict=True)]

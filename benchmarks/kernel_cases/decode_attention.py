@@ -1,4 +1,9 @@
-"""Decode attention over a compressed cache: full and ragged, large and small, plain, with probabilities, with rotated keys."""
+"""Benchmark cases of `decode_attention`, attention of one query per sequence over a compressed cache (all policies).
+
+For full and ragged caches, many and few sequences; with returned probabilities, and with keys rotated on the way.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -13,11 +18,11 @@ from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_att
 from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_triton as pallas_triton
 
 SAMPLED = 3
-"""Rows × KV heads compared with float64."""
+"""Number of heads (sequence × KV head) compared with float64."""
 
 
 def cases() -> Iterator[Case]:
-    """Large batches, and what a fifth of 16k, 32k and 64k tokens leaves of one row and of eight."""
+    """Large batches, and a fifth of 16k, 32k and 64k tokens for one sequence and for eight."""
     yield _case(32, 8, 4, 8192, 128)
     yield _case(32, 8, 4, 8192, 128, ragged=True)
     yield _case(32, 8, 4, 8192, 64)
@@ -123,7 +128,7 @@ def _case(
 
 
 def _dense(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:
-    """Plain XLA attention with a bias, which reads every slot and lets a NaN in a free one through."""
+    """Plain XLA attention with a bias. It reads every slot, and NaN in a free slot reaches the result."""
     bias = jnp.where(weight > 0, jnp.log(jnp.maximum(weight, 1.0)), -1e30)[:, :, None]
     grouped = q.reshape(*k.shape[:2], -1, k.shape[-1])
     logits = jnp.einsum("bkgh,bkch->bkgc", grouped, k, preferred_element_type=jnp.float32) * scale + bias
@@ -133,14 +138,14 @@ def _dense(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:
 
 
 def _turned(heads: Any, place: Any, inv_freq: Any) -> Any:
-    """Heads rotated to places, in float64."""
+    """Heads rotated to positions, in float64."""
     angle = np.asarray(place, np.float64)[..., None] * np.asarray(inv_freq, np.float64)
     a, b = np.split(heads, 2, axis=-1)
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
 
 
 def _cudnn(q: Any, k: Any, v: Any, weight: Any, *, scale: float) -> Attended:
-    """cuDNN's attention with rows and KV heads folded into the batch, which gives every head a length of its own."""
+    """cuDNN's attention with KV heads folded into the batch, so that every head can have its own length."""
     batch, kv_heads, slots, dim = k.shape
     fold = batch * kv_heads
     lengths = jnp.max(jnp.where(weight > 0, jnp.arange(1, slots + 1), 0), axis=-1).reshape(fold).astype(jnp.int32)

@@ -1,6 +1,8 @@
-"""All that a decoding step does between one layer's attention and the next, at Llama-3.1-8B's shapes; two layers in a row.
+"""Benchmark cases of `fused_decode_block`, all matmuls from one layer's attention to the next (every model, on Hopper).
 
-"kernels" is one kernel a product, "xla" what models do where no Pallas kernel serves.
+Two layers of Llama-3.1-8B's shape. The variant "kernels" has one kernel per matmul, and "xla" has none.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,21 +25,21 @@ MATRICES = (
 """Outputs and inputs of o, gate, up, down, q, k and v."""
 
 GROUP = 32
-"""Inputs that share a scale and a minimum, of weights in 4 bits."""
+"""Inputs per scale and minimum of 4-bit weights."""
 
 LAYERS = 2
-"""With weights of their own."""
+"""Number of layers, each with its own weights."""
 
 SIZES = {
     "bfloat16": ((256, 4), (128, 5), (128, 8), (128, 10)),
     "int8": ((256, 6), (256, 8), (256, 10), (128, 16)),
     "int4": ((256, 4), (256, 5), (256, 7)),
 }
-"""Chunks and slots to time, by type of the weights."""
+"""Sizes of chunks, and numbers of slots, to time with `--tune`, by type of the weights."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal weights, and what attention returned of the size that the residual stream has."""
+    """Normal weights and inputs."""
     weights = sum(outputs * inputs for outputs, inputs in MATRICES)
     scales = sum(outputs for outputs, _ in MATRICES)
     for dtype, size in (
@@ -63,7 +65,7 @@ def cases() -> Iterator[Case]:
 
 
 def _sizes(rows: int, dtype: str) -> tuple[tuple[int, int], ...]:
-    return () if (rows, dtype) == (8, "int4") else SIZES[dtype]  # the kernel does not serve those
+    return () if (rows, dtype) == (8, "int4") else SIZES[dtype]  # the kernel does not support this
 
 
 def _weights(gains: list[Any], matrices: list[Any]) -> BlockWeights:
@@ -111,15 +113,15 @@ def _inputs(rows: int, dtype: str, seed: int) -> tuple[Any, ...]:
 
 
 def _int8(key: Any, outputs: int, inputs: int) -> Int8Matrix:
-    """All levels alike often, and a scale of each output's own."""
+    """Random codes, and a random scale per output."""
     of_levels, of_scale = jax.random.split(key)
     levels = jax.random.randint(of_levels, (outputs, inputs), -127, 128, jnp.int8)
-    size = (inputs * 127 * 128 / 3) ** -0.5  # numbers have the variance of the floats' then
+    size = (inputs * 127 * 128 / 3) ** -0.5  # the weights then have the variance of the float ones
     return Int8Matrix(levels, size * jax.random.uniform(of_scale, (outputs,), jnp.float32, 0.5, 1.5))
 
 
 def _int4(key: Any, outputs: int, inputs: int) -> GroupedMatrix:
-    """The same in groups, of which each has a scale and a minimum of its own."""
+    """Random codes, and a random scale and minimum per group."""
     of_levels, of_scale, of_minimum = jax.random.split(key, 3)
     groups = inputs // GROUP
     levels = jax.random.bits(of_levels, (outputs, GROUP // 2, groups), jnp.uint8)
@@ -143,7 +145,7 @@ def _exact(a: Any) -> np.ndarray:
 
 
 def _error(inputs: tuple[Any, ...], out: list[Any]) -> float:
-    """Of the last layer's residual stream, q, k and v, the worst."""
+    """Largest relative error of the last layer's residual stream, q, k and v."""
     attended, x, *layers = jax.tree.map(_exact, inputs, is_leaf=is_quantized)
 
     def normed(x: np.ndarray, gain: np.ndarray) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Attention over single tokens that heads selected from a large cache, and over selected pages."""
+"""Benchmark cases of `gather_attention`, attention over selected tokens (ClusterKV) or pages (Quest) of a cache.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -14,11 +17,11 @@ from kvjax.pallas_kernels.gather_attention import gather_attention
 from kvjax.pallas_kernels.gather_attention import gather_attention_pallas_triton as pallas_triton
 
 SAMPLED = 8
-"""Rows × query heads compared with float64."""
+"""Number of heads (sequence × query head) compared with float64."""
 
 
 def cases() -> Iterator[Case]:
-    """An eighth of a cache read: by KV heads alone or for groups of queries, by query heads, by pages, in one row; and what ClusterKV reads."""
+    """An eighth of the cache, selected per KV or query head, by tokens or pages; and ClusterKV's selections."""
     yield _case(32, 8, 1, 8)
     yield _case(32, 8, 2, 8)
     yield _case(32, 8, 4, 8)

@@ -1,4 +1,9 @@
-"""A step of Chelsea's clustering once its edges are chosen: of a prompt of which all or a part is left, and of rows of a cache."""
+"""Benchmark cases of `merge_clusters`, which merges tokens along chosen edges and closes the gaps (Chelsea).
+
+Of a prompt, in its first and in later merges, and of caches.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +20,7 @@ from kvjax.pallas_kernels.cluster_merging import merge_clusters_pallas_triton as
 from .case import Case, relative_error
 
 HEADS, CHUNK, DIM, SINKS = 8, 256, 128, 16
+"""KV heads, slots per chunk, head dim, and slots before the first chunk if there are fewer tokens than slots."""
 
 SHAPES = (
     (1, 32768, 32768, 0.5, "bfloat16"),
@@ -24,11 +30,11 @@ SHAPES = (
     (8, 13312, 13264, 0.01, "bfloat16"),
     (1, 32768, 32768, 0.5, "float32"),
 )
-"""Rows, places, tokens of a row, the share of tokens at even places that are merged, dtype."""
+"""Sequences, slots, tokens per sequence, share of tokens at even slots that are merged, dtype."""
 
 
 def cases() -> Iterator[Case]:
-    """Random edges of random tokens."""
+    """Random tokens and edges."""
     for rows, places, tokens, share, dtype in SHAPES:
         read = rows * HEADS * tokens
         each = 2 * DIM * jnp.dtype(dtype).itemsize + 8
@@ -71,7 +77,7 @@ def _inputs(rows: int, places: int, tokens: int, share: float, dtype: str, seed:
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the last row's last head; infinite if a position or a weight is wrong."""
+    """Relative error of the last sequence's last head; infinite if a position or a weight is wrong."""
     tokens, target, first, count = inputs
     start, end = int(first[-1]), int(first[-1] + count[-1])
     k, v, pos, weight = (np.asarray(x[-1, -1]) for x in tokens)

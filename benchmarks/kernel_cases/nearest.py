@@ -1,4 +1,9 @@
-"""The nearest of many keys: as large as chunks can be, and as k-means assigns tokens to centroids."""
+"""Benchmark cases of `nearest`, which finds each query's key with the highest score (in k-means, ClusterKV).
+
+As many queries as keys, and tokens with centroids as in k-means.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,10 +27,10 @@ SHAPES = (
     (64, 8192, 1024, 128, True),
     (64, 8192, 256, 64, True),
 )
-"""Groups, queries and keys of each, head dim, and whether keys have a bias, as centroids have."""
+"""Groups, queries and keys per group, head dim, and whether keys have a bias, as centroids do."""
 
 SAMPLE = 4
-"""Groups that are checked."""
+"""Number of groups that are checked."""
 
 
 def cases() -> Iterator[Case]:
@@ -76,7 +81,7 @@ def _inputs(groups: int, queries: int, keys: int, dim: int, biased: bool, dtype:
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """How far the scores are from the best ones, or those of the chosen keys are."""
+    """Relative error of the returned scores, and of those of the chosen keys, to the best ones."""
     x, y = (np.asarray(given[:SAMPLE], np.float64) for given in inputs[:2])
     scores = x @ np.swapaxes(y, 1, 2)
     if inputs[2] is not None:

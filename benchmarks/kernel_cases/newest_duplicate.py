@@ -1,4 +1,9 @@
-"""The search for near duplicates in a round of R-KV: a budget of 2048 and the 128 tokens since, at Llama-3.1-8B's shape, and of a prompt."""
+"""Benchmark cases of `newest_duplicate`, which finds each key's newest near duplicate (R-KV).
+
+At Llama-3.1-8B's shape: in a decoding round (a budget of 2048, plus 128 new tokens), and in a prompt.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +20,7 @@ from kvjax.pallas_kernels.kmeans import newest_duplicate_pallas_triton as pallas
 from .case import Case
 
 SHAPES = ((1, 2176, 128), (8, 2176, 128), (1, 16384, 128))
-"""Rows, keys, head dim."""
+"""Sequences, keys, head dim."""
 
 DTYPE = "bfloat16"
 
@@ -24,11 +29,11 @@ HEADS = 8
 THRESHOLD = 0.5
 
 NEAR = 1e-3
-"""How near to the threshold a cosine may be for rounding to decide."""
+"""Distance of a cosine to the threshold within which rounding may decide."""
 
 
 def cases() -> Iterator[Case]:
-    """Keys around a number of directions, so that some have duplicates."""
+    """Keys near some directions, so that many have duplicates."""
     for rows, count, dim in SHAPES:
         yield Case(
             operation="newest_duplicate",
@@ -68,7 +73,7 @@ def _inputs(rows: int, count: int, dim: int, seed: int) -> tuple[jax.Array, ...]
 
 
 def _error(inputs: tuple[Any, ...], out: jax.Array) -> float:
-    """Share of the first head's keys with another place than in float64, but for those where rounding decides."""
+    """Share of the first head's keys with another duplicate than in float64, unless rounding decides."""
     keys, live = (np.asarray(x[0, 0]) for x in inputs)
     keys, wrong = keys.astype(np.float64), 0
     unit = keys / np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-300)

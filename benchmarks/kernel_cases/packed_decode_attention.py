@@ -1,4 +1,7 @@
-"""Decode attention over keys and values in a few bits, as KIVI keeps them: one row and several, long and ragged."""
+"""Benchmark cases of `packed_decode_attention`, decode attention over quantised keys and values (KIVI, `quantized`).
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -15,14 +18,14 @@ from kvjax.pallas_kernels.decode_attention import PackedSlots, packed_decode_att
 from kvjax.pallas_kernels.decode_attention import packed_decode_attention_pallas_triton as pallas_triton
 
 SAMPLED = 3
-"""Rows × KV heads compared with float64."""
+"""Number of heads (sequence × KV head) compared with float64."""
 
 DIM, GROUP, TOKENS = 128, 4, 32
-"""Head dim, query heads for each KV head, and numbers that share a scale."""
+"""Head dim, query heads per KV head, and numbers per scale."""
 
 
 def cases() -> Iterator[Case]:
-    """Llama-3.1-8B's heads, in 2 and 4 bits; with the paper's longer residual; and lengths that differ from head to head."""
+    """Llama-3.1-8B's heads in 2 and 4 bits, with the KIVI paper's longer residual, and with ragged lengths."""
     yield _case(1, 8, 16384, 2)
     yield _case(1, 8, 16384, 4)
     yield _case(1, 8, 65536, 2, residual=128)
@@ -84,9 +87,8 @@ def _case(batch: int, kv_heads: int, size: int, bits: Bits, *, residual: int = 3
             name = "gpu " + " ".join(f"{key}={each}" for key, each in sizes.items())
             variants[name] = variant(pallas_triton.packed_decode_attention, sizes=sizes)
     live = heads * size // (2 if ragged else 1)
-    per_slot = (
-        2 * (DIM * bits // 8 + 4 * DIM // TOKENS) + 1
-    )  # codes, scales and zeros of keys and values, and whether it is visible
+    # Codes, scales and zeros of keys and values, and one byte that says whether the slot is visible.
+    per_slot = 2 * (DIM * bits // 8 + 4 * DIM // TOKENS) + 1
     late = heads * (2 * residual + 1) * DIM * 2
     return Case(
         operation="packed_decode_attention",
@@ -102,7 +104,7 @@ def _case(batch: int, kv_heads: int, size: int, bits: Bits, *, residual: int = 3
 
 
 def _numbers(x: Packed, b: int, h: int, bits: int) -> np.ndarray:
-    """One head's numbers [C, H], in float64."""
+    """One head's dequantised numbers [C, H], in float64."""
     codes, scale, zero = (np.asarray(y[b, h]) for y in (x.codes, x.scale, x.zero))
     levels = np.stack([codes >> shift & (2**bits - 1) for shift in range(0, 8, bits)], axis=1)
     levels = levels.reshape(-1, codes.shape[1]).astype(np.float64)

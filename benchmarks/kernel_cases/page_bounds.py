@@ -1,4 +1,9 @@
-"""Quest's bounds of pages made wider by a new token, at Llama-3.1-8B's shape and pages of 16 tokens."""
+"""Benchmark cases of `widen_bounds`, which widens the bounds of a page's keys by a new key (Quest).
+
+At Llama-3.1-8B's shape.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,13 +19,14 @@ from kvjax.pallas_kernels import DeferredRope, widen_bounds
 from .case import Case
 
 SHAPES = tuple(product((1, 8), (1048, 4120)))
-"""Rows, pages: contexts of 16k and 64k with room for what is generated."""
+"""Sequences, pages: contexts of 16k and 64k, with room for generated tokens."""
 
 KV_HEADS, DIM, PAGE = 8, 128, 16
+"""KV heads, head dim, tokens per page."""
 
 
 def cases() -> Iterator[Case]:
-    """Rows at different places of a page; the first begins one."""
+    """Sequences at different positions within a page. The first one begins a page."""
     for batch, pages in SHAPES:
         yield Case(
             operation="widen_bounds",
@@ -49,7 +55,7 @@ def _inputs(batch: int, pages: int, seed: int) -> tuple[jax.Array, ...]:
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """The largest difference on the newest token's page; infinite if another page has changed."""
+    """Largest relative difference on the newest token's page; infinite if another page has changed."""
     bounds, key, angle, pos = inputs
     pages = np.asarray(pos) // PAGE
     changed = np.array(jnp.any(out != bounds, axis=(1, 3)))  # [B, P]

@@ -1,4 +1,9 @@
-"""Quest's bounds of products, at Llama-3.1-8B's shape and pages of 16 tokens."""
+"""Benchmark cases of `page_scores`, upper bounds of a query's products with the keys of each page (Quest).
+
+At Llama-3.1-8B's shape.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,13 +20,14 @@ from kvjax.pallas_kernels.block_scores import pallas_triton
 from .case import Case, relative_error
 
 SHAPES = tuple(product((1, 8), (1048, 4120)))
-"""Rows, pages: contexts of 16k and 64k with room for what is generated."""
+"""Sequences, pages: contexts of 16k and 64k, with room for generated tokens."""
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+"""Query heads, KV heads, head dim, tokens per page."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal queries, and bounds around normal keys; the last page is not there yet."""
+    """Normal queries, and bounds around normal keys. The last page is empty."""
     for batch, pages in SHAPES:
         yield Case(
             operation="page_scores",
@@ -54,7 +60,7 @@ def _inputs(batch: int, pages: int, seed: int) -> tuple[jax.Array, ...]:
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the last row; infinite if a page that is not there has a score."""
+    """Relative error of the last sequence; infinite if the empty page has a score."""
     q, bounds = (np.asarray(x, np.float64)[-1] for x in inputs[:2])
     low, high = np.split(np.repeat(bounds, HEADS // KV_HEADS, axis=0), 2, axis=-1)
     best = np.maximum(q[:, None] * low, q[:, None] * high).sum(axis=-1)

@@ -1,4 +1,9 @@
-"""Causal attention over a whole prompt, at the shapes of Llama-3.1-8B and SmolLM2-135M."""
+"""Benchmark cases of `prefill_attention`, causal attention over a whole prompt (every model).
+
+At the shapes of Llama-3.1-8B and SmolLM2-135M.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,10 +17,10 @@ from kvjax.pallas_kernels import prefill_attention
 from .case import Case, relative_error
 
 SHAPES = ((1, 8192, 32, 8, 128, None), (2, 4096, 32, 8, 128, 1024), (1, 8192, 9, 3, 64, None))
-"""Rows, tokens, query heads, KV heads, head dim, sliding window."""
+"""Sequences, tokens, query heads, KV heads, head dim, sliding window."""
 
 SAMPLED = 2
-"""Heads compared with float64, each at some of its queries."""
+"""Number of heads compared with float64, each for some of its queries."""
 
 
 def cases() -> Iterator[Case]:
@@ -46,7 +51,7 @@ def _inputs(rows: int, tokens: int, heads: int, kv_heads: int, dim: int, seed: i
 
 
 def _error(window: int | None, inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the first, the last and some other queries of a few heads."""
+    """Relative error of the first, the last and some random queries of a few heads."""
     q, k, v = inputs
     _, tokens, heads, dim = q.shape
     random, group = np.random.default_rng(0), heads // k.shape[2]

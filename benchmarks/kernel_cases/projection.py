@@ -1,6 +1,9 @@
-"""The matrix products of a decoding step, with the norms, gates and sums around them, at Llama-3.1-8B's shapes.
+"""Benchmark cases of `projection` and `gated_projection`, the matmuls of a decode step (every model).
 
-Nearly all the time of a step at batch 1 goes into these. "xla" is what models do where no Pallas kernel serves.
+With the norms, gates and residuals around them, at Llama-3.1-8B's shapes. At batch 1, a step spends most of its time in
+them.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
 
 import dataclasses
@@ -27,14 +30,14 @@ LAYERS = (
     ("down", (4096,), 14336),
     ("vocabulary head", (128256,), 4096),
 )
-"""What it is, outputs of each matrix, inputs."""
+"""Name, outputs of each matrix, inputs."""
 
 KINDS = {"bfloat16": "float", "int8": "int8", "int4": "int4"}
-"""What the matrices are kept in, and how rules about block sizes call it."""
+"""Type of the weights, and its name in the rules of block sizes."""
 
 
 def cases() -> Iterator[Case]:
-    """Normal weights, kept as [outputs, inputs]; what goes into an output projection is not normed, but added to."""
+    """Normal weights [outputs, inputs]. Output projections add a residual, the others norm their inputs."""
     for (name, outputs, depth), rows, kind in product(LAYERS, (1, 8), KINDS):
         gated = name == "gate and up"
         way = partial(_way, gated, name in ("attention's output", "down"))
@@ -60,8 +63,8 @@ def cases() -> Iterator[Case]:
 
 
 def _candidates(rows: int, depth: int, kind: str) -> Iterator[dict[str, int]]:
-    """Block sizes to try: with the matrix units, and for one row of floats without."""
-    # In 4 bits, numbers are in groups, which are read by as many as there are.
+    """Block sizes to try: with the matrix units, and for one row also without."""
+    # For 4-bit weights, the number of groups determines how many inputs are read at a time.
     at_a_time = (128,) if kind == "int4" else (128, 256, 512)
     with_units = [(*sizes, 1) for sizes in product((16, 32, 64), at_a_time, (1, 2, 4), (3, 4, 5))]
     if kind == "bfloat16":
@@ -106,7 +109,7 @@ def _inputs(rows: int, outputs: tuple[int, ...], depth: int, kind: str, seed: in
 
 
 def _matrix(kind: str, key: jax.Array, outputs: int, depth: int) -> Matrix:
-    """Of numbers about as large as normal ones over the root of the inputs."""
+    """Random weights with a standard deviation of about 1 / √inputs."""
     if kind == "bfloat16":
         return jax.random.normal(key, (outputs, depth), jnp.bfloat16) * depth**-0.5
     held = quantized_shape(jax.ShapeDtypeStruct((outputs, depth), jnp.float32), kind)
@@ -127,7 +130,7 @@ def _weight_bytes(kind: str, outputs: int, depth: int) -> int:
 
 
 def _error(way: tuple[bool, bool], inputs: tuple[Any, ...], out: list[Any]) -> float:
-    """Of the first 512 outputs of each matrix."""
+    """Largest relative error of the first 512 outputs of each matrix."""
     gated, added = way
     x, gain, residual = (np.asarray(given, np.float64) for given in inputs[:3])
     weights = [np.asarray(_first(w), np.float64) for w in inputs[3:]]
@@ -143,6 +146,6 @@ def _error(way: tuple[bool, bool], inputs: tuple[Any, ...], out: list[Any]) -> f
 
 
 def _first(w: Matrix, count: int = 512) -> jax.Array:
-    """The numbers of the first outputs."""
+    """Return the weights of the first outputs as floats."""
     part = jax.tree.map(lambda array: array[:count], w)
     return part.dequantized(jnp.float32) if is_quantized(part) else part

@@ -1,4 +1,9 @@
-"""Attention of CateKV's two kinds of heads, at Llama-3.1-8B's shape, three heads of eight being adaptive."""
+"""Benchmark cases of `sharded_decode_attention`, decode attention over several caches of a layer (CateKV).
+
+At Llama-3.1-8B's shape, with five consistent and three adaptive heads.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,12 +19,16 @@ from kvjax.pallas_kernels.decode_attention import sharded_decode_attention_palla
 from .case import Case, relative_error
 
 GROUP, DIM, SCALE = 4, 128, 128**-0.5
+"""Query heads per KV head, head dim, scale of the logits."""
+
 HEADS = (1, 2, 4, 5, 7), (0, 3, 6)
+"""Consistent and adaptive KV heads."""
+
 SHORT, FREE = 2432, 300
-"""Slots of consistent heads, and how many of each cache are free."""
+"""Slots of consistent heads, and free slots of either cache."""
 
 CASES = ((1, 16768), (1, 66048), (8, 16768), (8, 66048), (32, 29568))
-"""Rows, and slots of adaptive heads."""
+"""Sequences, and slots of adaptive heads."""
 
 
 def cases() -> Iterator[Case]:
@@ -72,7 +81,7 @@ def _inputs(rows: int, long: int, seed: int) -> tuple[Any, ...]:
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Of the last row."""
+    """Relative error of the last sequence."""
     q = np.asarray(inputs[0][-1], np.float64)
     expected = np.zeros(q.shape)
     for (k, v, weight), heads in zip(inputs[1:], HEADS, strict=True):

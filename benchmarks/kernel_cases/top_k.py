@@ -1,4 +1,9 @@
-"""Exact top-k of whole rows, as a mask and as places, against `jax.lax.top_k`."""
+"""Benchmark cases of `top_k` (a mask) and `top_k_indices`: the highest scores of each row (most policies, Quest).
+
+The variant "lax.top_k" is JAX's own.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,14 +20,14 @@ from kvjax.pallas_kernels.top_k import top_k_pallas_triton as pallas_triton
 from .case import Case
 
 SHAPES = ((256, 32768, 1024), (256, 8192, 1024), (1024, 2048, 512))
-"""Rows, scores in a row, and how many are chosen."""
+"""Rows, scores per row, and number chosen."""
 
 PAGES = ((32, 1048, 64), (256, 1048, 64), (32, 4192, 64), (256, 4192, 64))
-"""The same of Quest's pages of 16 tokens, at a budget of 1024 and contexts of 16k and 64k."""
+"""The same for Quest: pages of 16 tokens, a budget of 1024 tokens, contexts of 16k and 64k."""
 
 
 def cases() -> Iterator[Case]:
-    """Rows of normal scores, the same number chosen of each."""
+    """Normal scores, with the same number chosen in each row."""
     yield from _masks()
     for rows, size, count in PAGES:
         yield Case(
@@ -70,7 +75,10 @@ def _inputs(rows: int, size: int, count: int, seed: int) -> tuple[jax.Array, jax
 
 
 def _error(inputs: tuple[Any, ...], out: Any) -> float:
-    """Share of wrong entries, in a mask or in a list of indices. Of scores that count as equal to the kth the first are right."""
+    """Share of wrong entries of a mask, or of the mask that indices give.
+
+    Of scores that count as equal to the k-th, the first must be chosen.
+    """
     scores, counts = (np.asarray(x) for x in inputs)
     bits = scores.view(np.int32).astype(np.int64)
     keys = np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

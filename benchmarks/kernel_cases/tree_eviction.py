@@ -1,4 +1,9 @@
-"""An eviction of TreeKV in every head, at Llama-3.1-8B's shape and a fifth of 16k and 64k."""
+"""Benchmark cases of `tree_eviction`, one eviction in every head (TreeKV).
+
+At Llama-3.1-8B's shape, with a fifth of 16k and 64k tokens.
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,12 +19,14 @@ from kvjax.pallas_kernels import Ranked, tree_eviction
 from .case import Case
 
 HEADS, SINKS = 8, 4
+"""KV heads, and first tokens that are never evicted."""
+
 SIZES = tuple(product((1, 8), (3456, 13184)))
-"""Rows and slots."""
+"""Sequences and slots."""
 
 
 def cases() -> Iterator[Case]:
-    """Ranks in any order; scores of any size."""
+    """Ranks in random order, and random scores."""
     for rows, slots in SIZES:
         yield Case(
             operation="tree_eviction",

@@ -1,4 +1,7 @@
-"""What the last queries of long prompts give to each token, and to chunks of tokens."""
+"""Benchmark cases of `window_scores`: attention of a prompt's last queries to each token or chunk (SnapKV, CateKV, …).
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from kvjax.pallas_kernels.window_scores import window_scores_pallas_triton
 from kvjax.pallas_kernels.window_scores.types import Observers
 
 SAMPLED = 2
-"""Rows × KV heads compared with float64."""
+"""Number of heads (sequence × KV head) compared with float64."""
 
 
 def cases() -> Iterator[Case]:

@@ -1,4 +1,9 @@
-"""A new token written into a layer's cache, at Llama-3.1-8B's shape: into one cache, and into CateKV's two."""
+"""Benchmark cases of `write_slots`: a new token is written into all arrays of a cache (every policy).
+
+At Llama-3.1-8B's shape, into one cache, and into CateKV's two (`write_sharded_slots`).
+
+`benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,15 +18,16 @@ from kvjax.pallas_kernels import DeferredRope, SlotUpdate, write_sharded_slots
 from .case import Case
 
 KV_HEADS, DIM = 8, 128
+"""KV heads, head dim."""
 
 ALL = tuple(range(KV_HEADS))
 DIVIDED = (2432, (1, 2, 4, 5, 7)), (16768, (0, 3, 6))
 LAYOUTS = (1, ((16768, ALL),)), (8, ((3456, ALL),)), (1, DIVIDED), (8, DIVIDED)
-"""Rows; of each cache the slots and the heads."""
+"""Sequences; slots and heads of each cache."""
 
 
 def cases() -> Iterator[Case]:
-    """Slots anywhere, one of them beyond the end, where nothing may be written."""
+    """Random slots. One is beyond the end, where nothing may be written."""
     for rows, caches in LAYOUTS:
         yield Case(
             operation="write_slots",
@@ -62,7 +68,7 @@ def _inputs(rows: int, caches: Any, seed: int) -> tuple[Any, ...]:
 
 
 def _error(caches: Any, inputs: tuple[Any, ...], out: Any) -> float:
-    """The largest difference of a key; infinite if anything else differs at all."""
+    """Largest relative difference of a key; infinite if anything else differs."""
     k, v, angle, pos, *states = inputs
     first, second = np.split(np.asarray(k, np.float64), 2, axis=-1)
     cos, sin = (f(np.asarray(angle, np.float64))[:, None] for f in (np.cos, np.sin))

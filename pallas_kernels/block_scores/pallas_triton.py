@@ -1,4 +1,7 @@
-"""Triton kernels of `page_scores`, `centroid_scores` and `widen_bounds`.
+"""Triton kernels of `page_scores`, `centroid_scores` and `widen_bounds`: scores of pages and clusters of keys.
+
+`Op` in `api.py` calls each for the cases that its `..._unsupported_reason` permits. Results must match `reference.py`
+up to rounding.
 
 The score kernels run one program per sequence, KV head and block of pages or centroids. A program reads its block once
 for all query heads of the group. In XLA, `page_scores` is three kernels, each of which takes longer to launch than to

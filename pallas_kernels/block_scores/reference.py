@@ -1,4 +1,7 @@
-"""XLA reference of the block scores."""
+"""XLA reference of `page_scores`, `widen_bounds` and `centroid_scores`, the scores of pages and clusters of keys.
+
+`Op` in `api.py` calls it if no kernel supports the case. All other implementations must match it up to rounding.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

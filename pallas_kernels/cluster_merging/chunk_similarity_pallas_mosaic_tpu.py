@@ -1,6 +1,7 @@
 """Mosaic TPU kernel of `chunk_similarity`: for each even slot of a chunk, find the odd slot with the most similar key.
 
-`api.py` calls it if `unsupported_reason` returns None. Results match `reference.py` up to rounding.
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
 
 A program processes whole chunks. It loads even and odd slots separately, so that no key is moved in memory. float32
 keys are loaded with a stride of two rows; 16-bit keys are the two halves of 32-bit words. In the products, odd slots

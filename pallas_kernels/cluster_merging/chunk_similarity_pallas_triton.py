@@ -1,6 +1,7 @@
 """Triton kernel of `chunk_similarity`: for each even slot of a chunk, find the odd slot with the most similar key.
 
-`api.py` calls it if `unsupported_reason` returns None. Results match `reference.py` up to rounding.
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
 
 Each program compares a block of a chunk's even slots with all odd slots of that chunk. Vector norms, inner products and
 comparisons stay in registers. Keys are read directly from every second slot of the cache, without a copy.

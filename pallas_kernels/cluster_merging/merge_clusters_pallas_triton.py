@@ -1,6 +1,7 @@
 """Triton kernels of `merge_clusters` and `copy_clusters`: merge tokens and close the gaps, or copy tokens.
 
-`api.py` calls them if `unsupported_reason` returns None. Slots that contain tokens match `reference.py` up to rounding.
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits. Slots that contain tokens must match
+`reference.py` up to rounding.
 
 `merge_clusters` is two kernels. The first copies every remaining token to its new slot, one part of a chunk per
 program. It only copies, so that many programs share a multiprocessor. The second overwrites some of these slots with

@@ -1,8 +1,11 @@
-"""Mosaic TPU kernel of `decode_attention`: a grid over sequences, KV heads and blocks of slots, with a running softmax
-in VMEM.
+"""Mosaic TPU kernel of `decode_attention`, attention of one query per head over a compressed cache.
 
-The number of blocks with live slots per head is known before the grid starts. Later blocks are not fetched: their index
-is that of the last live block, and the pipeline does not fetch the same block twice in a row.
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+The grid has sequences, KV heads and blocks of slots, with a running softmax in VMEM. The number of blocks with live
+slots per head is known before the grid starts. Later blocks are not fetched: their index is that of the last live
+block, and the pipeline does not fetch the same block twice in a row.
 
 The compiler stores arrays whose last dimension is below 128 transposed, with slots along lanes, which wastes no memory.
 Heads of fewer channels are therefore read as [H, C].

@@ -1,4 +1,7 @@
-"""Triton kernel of `decode_attention`: split-K flash decoding (Dao et al. 2023).
+"""Triton kernel of `decode_attention`: split-K flash decoding (Dao et al. 2023) over a compressed cache.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
 
 The slots of one sequence and KV head are split among programs. Each program loops over its part up to the last live
 slot, with a running softmax for all query heads of the group. Keys and values are thus read from memory once, and free

@@ -1,4 +1,9 @@
-"""Triton kernel of `packed_decode_attention`: it reads the quantised codes, not dequantised copies.
+"""Triton kernel of `packed_decode_attention`: attention of one query per head over a quantised cache.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+It reads the quantised codes and makes no dequantised copies.
 
 Slots are split among programs as in `decode_attention_pallas_triton`, whose second kernel combines the parts. A program
 reads a block of bytes, each with the codes of n slots. It then loops over the n bit positions, so that codes are never

@@ -1,4 +1,7 @@
-"""XLA reference of decode attention, and the attention variants that have no kernel."""
+"""XLA reference of `decode_attention` and `packed_decode_attention`, and attention variants that have no kernel.
+
+`Op` in `api.py` calls it if no kernel supports the case. The kernels must match it up to rounding.
+"""
 
 import math
 

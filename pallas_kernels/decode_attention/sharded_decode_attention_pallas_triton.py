@@ -1,4 +1,7 @@
-"""Triton kernel of `sharded_decode_attention`: the parts of all caches in one grid.
+"""Triton kernel of `sharded_decode_attention`: attention of one query per head over several caches, in one grid.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `decode_attention` over
+each cache, up to rounding, which is what `api.py` computes otherwise.
 
 Every program does the work of a program of `decode_attention`. It derives its cache, head and part from its index.
 """

@@ -1,4 +1,8 @@
-"""Triton kernel of `fetch_slots`: one program per run of slots, which loads only the missing ones.
+"""Triton kernel of `fetch_slots`: load selected slots that are missing on the device from stores in host memory.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must equal those of `reference.py`.
+
+One program per run of slots loads only the missing ones.
 
 A store can be in pinned host memory. XLA passes such an operand to the kernel unchanged, and loads from it cross the
 bus. A slot of 128 bfloat16 channels is two requests of 128 bytes. Enough programs run at once to saturate the bus.

@@ -1,4 +1,9 @@
-"""Mosaic TPU kernel of `gather_attention`, for whole pages. Single rows of a tiled array cannot be copied efficiently.
+"""Mosaic TPU kernel of `gather_attention`, attention over selected slots of a cache, for whole pages.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+Other selections are not supported, because single rows of a tiled array cannot be copied efficiently.
 
 The grid has sequences, selecting heads and groups of pages. The cache is an input once per page of a group. The
 pipeline looks up each page's index in advance, and fetches the next step's pages during the current step. Pages after

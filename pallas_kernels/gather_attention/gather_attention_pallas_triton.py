@@ -1,4 +1,9 @@
-"""Triton kernel of `gather_attention`: split-K flash decoding over lists of slots.
+"""Triton kernel of `gather_attention`, attention over selected slots of a cache.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+It is split-K flash decoding over lists of slots.
 
 A head's selection is split among programs. Each loops over its part with a running softmax, and loads keys and values
 row by row from their slots. XLA combines the partial results.

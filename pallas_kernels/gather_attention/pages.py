@@ -1,4 +1,4 @@
-"""The slots of selected pages."""
+"""The mask of the slots of selected pages. The reference and the kernels of `gather_attention` use it."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int

@@ -1,4 +1,8 @@
-"""XLA reference: gather the selected slots, then attend to them as to a small cache."""
+"""XLA reference of `gather_attention` and `fetch_slots`.
+
+`Op` in `api.py` calls it if no kernel supports the case. The kernels must match it up to rounding. It gathers the
+selected slots, then attends to them as to a small cache.
+"""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,8 @@
-"""Kernels that run on Hopper GPUs alone, in Pallas' Mosaic GPU dialect.
+"""Kernels that run on Hopper GPUs only, in Pallas' Mosaic GPU dialect.
 
-- `fused_decode_block/`: an operation with its public function and XLA reference.
-- `block_attention.py`, `nearest.py` and `attention_mass.py`: kernels of operations whose folders are `prefill_attention/`, `kmeans/`
-  and `window_scores/`. These folders have the public functions, the XLA references and the kernels for other devices.
+- `fused_decode_block/`: an operation with its public function and reference.
+- `block_attention.py`, `nearest.py` and `attention_mass.py`: kernels of operations in the folders `prefill_attention/`,
+  `kmeans/` and `window_scores/`. These folders have the public functions, the XLA references and the kernels for other
+  devices.
 - `wgmma.py`: helpers that the kernels share.
 """

@@ -1,5 +1,9 @@
-"""Mosaic GPU kernels of `attention_mass` for Hopper GPUs: the first computes the softmax normalisers, the second the
-sums.
+"""Mosaic GPU kernels of `attention_mass` for Hopper GPUs: attention that each token receives from all queries.
+
+`Op` in `window_scores/api.py` calls them for the cases that `unsupported_reason` permits. Results must match the sum of
+window scores that it computes otherwise, up to rounding.
+
+The first kernel computes the softmax normalisers, the second the sums.
 
 A warpgroup keeps one tile in shared memory: queries in the first kernel, keys in the second. It streams tiles of the
 other operand through TMA copies, multiplies them by `wgmma` and accumulates in registers. Two such programs share a

@@ -1,4 +1,7 @@
-"""Mosaic GPU kernel of `block_attention` for Hopper GPUs.
+"""Mosaic GPU kernel of `block_attention` for Hopper GPUs: attention of a block of tokens over slots.
+
+`Op` in `prefill_attention/api.py` calls it for the cases that `unsupported_reason` permits. Results must match
+`prefill_attention/reference.py` up to rounding. `partial_block_attention` is the same kernel.
 
 It is the pipeline of FlashAttention-3 (Shah et al. 2024), as in JAX's own example. One warpgroup issues TMA copies of
 tiles of keys and values. Two warpgroups each multiply a tile of queries, in a ping-pong schedule: the softmax of one

@@ -1,4 +1,7 @@
-"""Mosaic GPU kernel of `nearest` for Hopper GPUs.
+"""Mosaic GPU kernel of `nearest` for Hopper GPUs: find each query's key with the largest inner product plus bias.
+
+`Op` in `kmeans/api.py` calls it for the cases that `unsupported_reason` permits. Results must match
+`kmeans/reference.py` up to rounding.
 
 A warpgroup keeps a block of queries in shared memory and streams blocks of keys through TMA copies. It multiplies them
 by `wgmma` and compares the scores in registers. Several such programs share a multiprocessor, so that some compare

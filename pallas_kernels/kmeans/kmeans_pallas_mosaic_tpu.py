@@ -1,4 +1,7 @@
-"""k-means on TPUs, with a Pallas kernel that finds the nearest centroids.
+"""Mosaic TPU implementation of `kmeans`, with the kernel of `nearest` that finds the nearest centroids.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py`, except
+where rounding decides between centroids.
 
 XLA computes the sums over clusters. On TPUs it creates the one-hot labels only inside the matmul.
 """

@@ -1,4 +1,7 @@
-"""k-means on GPUs: one kernel finds the nearest centroids, another moves tokens from one cluster's sum to another's.
+"""Triton kernels of `kmeans`: one finds the nearest centroids, another moves tokens between the clusters' sums.
+
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits. Results must match `reference.py`, except
+where rounding decides between centroids.
 
 Atomic additions have no fixed order, and floating-point sums depend on the order if they round. Tokens are therefore
 first rounded to multiples of a power of two. It is coarse enough that all sums fit into float32's 24 bits. Sums are

@@ -1,4 +1,7 @@
-"""Mosaic TPU kernel of `nearest`.
+"""Mosaic TPU kernel of `nearest`: for each query, find the key with the largest inner product plus bias.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding. `chunk_similarity` uses some of its helpers.
 
 Scores have keys along sublanes and queries along lanes. They are compared eight keys at a time, as whole registers: the
 kernel keeps the best of every eighth key, and compares these eight only at the end.

@@ -1,4 +1,8 @@
-"""Triton kernel of `nearest`.
+"""Triton kernel of `nearest`: for each query, find the key with the largest inner product plus bias.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. The exceptions are cases that the Hopper
+kernel supports, or for which XLA is as fast. Results must match `reference.py` up to rounding. Other kernels use its
+helpers.
 
 A program has a block of queries and loops over the keys with a running best. Scores stay in registers between the
 tensor cores and the comparison.

@@ -1,4 +1,7 @@
-"""Triton kernel of `newest_duplicate`.
+"""Triton kernel of `newest_duplicate`: for each key, find the index of the newest other key that is nearly equal.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must equal those of `reference.py`,
+except where rounding decides about a cosine.
 
 A program has a block of keys and loops over all keys. Products, comparisons and the newest indices stay in registers.
 """

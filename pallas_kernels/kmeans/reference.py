@@ -1,4 +1,8 @@
-"""XLA reference of the searches and of k-means. Its memory grows with T, not with T × M."""
+"""XLA reference of `kmeans`, `nearest` and `newest_duplicate`.
+
+`Op` in `api.py` calls it if no kernel supports the case. The kernels must match it, except where rounding decides. The
+memory of `kmeans` grows with T, not with T × M.
+"""
 
 import jax
 import jax.numpy as jnp

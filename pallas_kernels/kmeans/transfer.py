@@ -1,4 +1,7 @@
-"""Triton kernel that moves tokens from one cluster's sum to another's. It only reads tokens that move."""
+"""Triton kernel that moves tokens from one cluster's sum to another's. It only reads tokens that move.
+
+`kmeans_pallas_triton.py` calls it.
+"""
 
 import functools
 from typing import Any

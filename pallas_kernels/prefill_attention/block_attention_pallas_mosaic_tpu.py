@@ -1,5 +1,9 @@
-"""Mosaic TPU kernel of `block_attention`: a grid over sequences, KV heads, tiles of queries and tiles of slots, with a
-running softmax in VMEM.
+"""Mosaic TPU kernel of `block_attention` and `partial_block_attention`: attention of a block of tokens over slots.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+The grid has sequences, KV heads, tiles of queries and tiles of slots, with a running softmax in VMEM.
 
 All queries of a group are rows of one matrix. The smallest and largest positions of each tile determine, before the
 grid starts, which tiles of slots each tile of queries can see. Other tiles are neither computed nor fetched: their

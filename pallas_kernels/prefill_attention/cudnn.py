@@ -1,4 +1,8 @@
-"""`prefill_attention` on NVIDIA GPUs, by cuDNN's flash attention."""
+"""`prefill_attention` on NVIDIA GPUs, by cuDNN's flash attention.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+"""
 
 from typing import Any
 

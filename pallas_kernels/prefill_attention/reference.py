@@ -1,4 +1,7 @@
-"""XLA reference of causal attention, with memory proportional to T instead of T².
+"""XLA reference of `prefill_attention`, `block_attention` and `partial_block_attention`: causal attention.
+
+`Op` in `api.py` calls it if no kernel supports the case. The kernels must match it up to rounding. Its memory is
+proportional to T instead of T².
 
 A short prompt is one masked softmax. A longer one is split into query blocks. Each loops over the key blocks up to its
 own with a running softmax (Milakov & Gimelshein 2018; FlashAttention). No T × T array exists, and blocks above the

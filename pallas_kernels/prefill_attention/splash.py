@@ -1,4 +1,8 @@
-"""`prefill_attention` on TPUs, by JAX's splash attention, which skips blocks that are fully masked."""
+"""`prefill_attention` on TPUs, by JAX's splash attention, which skips blocks that are fully masked.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+"""
 
 import functools
 from typing import Any

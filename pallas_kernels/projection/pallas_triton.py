@@ -1,6 +1,7 @@
 """Triton kernels of `projection` and `gated_projection`: matmuls of a few rows. They read each weight once.
 
-`api.py` calls them if `unsupported_reason` returns None. Results match `reference.py` up to rounding.
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits, unless XLA is as fast. Results must match
+`reference.py` up to rounding.
 
 A program computes a block of outputs. It loops over the inputs and its part of the weights, and writes only the
 outputs.

@@ -1,4 +1,9 @@
-"""Triton kernel of `cluster_tokens`: one program per query and block of results.
+"""Triton kernel of `cluster_tokens`: choose the tokens of each query's best clusters.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. It must choose the same tokens as
+`reference.py`, in any order.
+
+There is one program per query and block of results.
 
 A program keeps the scores in registers and does not sort. Bisection finds the lowest score whose clusters still fit. A
 cumulative sum of the clusters' sizes gives each one's first index in the result. The chosen clusters are listed in

@@ -1,4 +1,7 @@
-"""XLA reference of the selections, which sorts."""
+"""XLA reference of `top_k`, `top_k_indices` and `cluster_tokens`, which sorts.
+
+`Op` in `api.py` calls it if no kernel supports the case. The kernels must choose the same entries, in any order.
+"""
 
 import jax
 import jax.numpy as jnp

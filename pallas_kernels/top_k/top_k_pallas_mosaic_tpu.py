@@ -1,4 +1,9 @@
-"""Mosaic TPU kernel of `top_k`: eight rows at a time, which stay in vector memory."""
+"""Mosaic TPU kernel of `top_k`: a mask of the highest scores of each row.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must equal those of `reference.py`.
+
+It computes eight rows at a time, which stay in vector memory.
+"""
 
 from typing import Any
 

@@ -1,4 +1,10 @@
-"""Triton kernels of `top_k` and `top_k_indices`: one program per row, which stays in registers."""
+"""Triton kernels of `top_k` and `top_k_indices`: the highest scores of each row, as a mask or as indices.
+
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits. They must choose the same scores as
+`reference.py`. Indices can be in another order.
+
+There is one program per row, which stays in registers.
+"""
 
 from functools import partial
 from typing import Any

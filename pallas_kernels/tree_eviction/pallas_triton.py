@@ -1,5 +1,8 @@
-"""Triton kernel of `tree_eviction`: one program per sequence and head finds the two neighbours and closes the gap in
-the ranks.
+"""Triton kernel of `tree_eviction`: evict the less attended of two neighbours in each head.
+
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must equal those of `reference.py`.
+
+One program per sequence and head finds the two neighbours and closes the gap in the ranks.
 """
 
 import functools

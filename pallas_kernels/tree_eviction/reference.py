@@ -1,4 +1,7 @@
-"""XLA reference of `tree_eviction`."""
+"""XLA reference of `tree_eviction`: evict the less attended of two neighbours in each head.
+
+`Op` in `api.py` calls it if no kernel supports the case. The kernel must give equal results.
+"""
 
 from collections.abc import Sequence
 

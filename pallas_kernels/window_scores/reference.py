@@ -1,7 +1,10 @@
-"""XLA reference of the window scores, one block of tokens at a time.
+"""XLA reference of `window_scores`, and `mean_products`, which has no kernel.
 
-The keys are read twice: first for the maximum and sum of each query's softmax, then for the probabilities. Each block's
-probabilities are summed before those of the next block are computed.
+`Op` in `api.py` calls it if no kernel supports the case. The kernels must match it up to rounding. `attention_mass` has
+no reference of its own: `api.py` sums window scores.
+
+Tokens are processed in blocks. The keys are read twice: first for the maximum and sum of each query's softmax, then for
+the probabilities. Each block's probabilities are summed before those of the next block are computed.
 """
 
 import jax

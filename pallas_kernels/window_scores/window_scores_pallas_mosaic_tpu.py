@@ -1,5 +1,9 @@
-"""Mosaic TPU kernels of `window_scores`, two grids over blocks of tokens: first the softmax normalisers, then the
-scores.
+"""Mosaic TPU kernels of `window_scores`: attention of a prompt's last queries to each token.
+
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+There are two grids over blocks of tokens: the first computes the softmax normalisers, the second the scores.
 
 All of a window's queries that read one KV head are rows of one matrix. For heads of fewer than 128 channels, several KV
 heads are read together to fill a register's lanes, and queries have zeros in the other heads' lanes. Blocks of tokens

@@ -1,4 +1,9 @@
-"""Triton kernels of `window_scores`: the first computes the softmax normalisers, the second the scores.
+"""Triton kernels of `window_scores`: attention of a prompt's last queries to each token.
+
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+The first kernel computes the softmax normalisers, the second the scores.
 
 All of a window's queries that read one KV head are rows of one matrix. Each kernel reads the keys once. Tokens outside
 the range that a sequence observes are not read.

@@ -1,4 +1,7 @@
-"""XLA reference of `write_slots`: one scatter per array."""
+"""XLA reference of `write_slots`: one scatter per array.
+
+`Op` in `api.py` calls it if the kernel does not support the case. The kernel must match it.
+"""
 
 from collections.abc import Sequence
 from typing import Any

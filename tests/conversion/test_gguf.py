@@ -82,7 +82,7 @@ def test_types(tmp_path: Path, kind: str) -> None:
 def test_long_tensors_are_dequantised_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = without_tokens(from_hf(WIDE))
     values = write_gguf(tmp_path / "m.gguf", config, "Q6_K")
-    monkeypatch.setattr("kvjax.conversion.gguf_file._BLOCK", 3 * 256)
+    monkeypatch.setattr("kvjax.conversion.gguf_file._ELEMENTS_AT_A_TIME", 3 * 256)
     assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
 
 

@@ -1,4 +1,11 @@
-"""kvjax in lm-evaluation-harness: its requests by hand, and on a real model the values of the harness's own `hf` model."""
+"""Tests of `kvjax.evals.lm_harness`, kvjax as a model of lm-evaluation-harness.
+
+Log-likelihoods are compared with those computed from full logits, generated texts with `kvjax.generate`, and a real
+model with the harness's own `hf` model.
+
+Fixtures of `conftest.py`: `talker` is a random Llama with a tokenizer and a window of 8192 tokens, `tiny` is a random
+model without a tokenizer, and `smollm2` is the default model in float32.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -17,14 +24,17 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the
 
 @pytest.fixture(scope="module")
 def model(talker):
+    """kvjax's class of the harness with `talker` and the full cache, for at most 40 tokens at a time."""
     return lm_harness.register()(talker, max_length=40, batch_size=2)
 
 
 def requests(*arguments):
+    """Requests of the harness with these arguments."""
     return [SimpleNamespace(args=each) for each in arguments]
 
 
 def logprobs(params, tokens):
+    """Log-probability of each token after the first, from full logits."""
     logits = np.asarray(logits_of(params, np.asarray([tokens], np.int32)))[0, :-1].astype(np.float64)
     scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     return scores[np.arange(len(scores)), tokens[1:]]
@@ -48,6 +58,10 @@ def test_its_length_is_the_scaled_window(talker):
 
 
 def test_loglikelihood(talker, model):
+    """The harness moves trailing spaces of the context to the continuation.
+
+    An empty context becomes the prefix token, id 0.
+    """
     found = model.loglikelihood(requests(("hello", " there"), ("a b ", "c"), ("", "hello")), disable_tqdm=True)
     for (context, text), (value, _) in zip((("hello", " there"), ("a b", " c"), ("", "hello")), found, strict=True):
         before = talker.tokenizer.encode(context) if context else [0]
@@ -57,7 +71,10 @@ def test_loglikelihood(talker, model):
 
 @pytest.mark.slow
 def test_rolling_windows(talker, model):
-    """100 tokens in windows of 40: each token once, after at least one other."""
+    """100 tokens in windows that predict 40 tokens each, after at least one token of context.
+
+    The last window overlaps the one before. Only its last 20 predictions count.
+    """
     text = "abcdefghij" * 10
     tokens = [0, *talker.tokenizer.encode(text)]
     expected = logprobs(talker, tokens[:41]).sum() + logprobs(talker, tokens[40:81]).sum()
@@ -66,6 +83,7 @@ def test_rolling_windows(talker, model):
     assert [len(w) for w in windows] == [41] * 3
     (whole,) = model.loglikelihood_rolling(requests((text,)))
     assert whole == pytest.approx(expected, abs=1e-3)
+    # A budget of 1.0 keeps everything, so the result is the same.
     through = lm_harness.register()(talker, policy="streaming_llm", budget=1.0, max_length=40)
     (read,) = through.loglikelihood_rolling(requests((text,)))
     assert read == pytest.approx(expected, abs=1e-3)
@@ -79,6 +97,7 @@ def test_generation(talker, model):
 
 
 def test_what_it_refuses(talker, tiny):
+    """Invalid arguments raise before the model is looked for: "nowhere" does not exist."""
     for arguments, says in (
         ({"batch_size": "auto"}, "batch_size='auto'"),
         ({"batch_size": 0}, "batch_size=0; give a number, 1 or more"),
@@ -87,7 +106,7 @@ def test_what_it_refuses(talker, tiny):
         ({"policy": "treekv", "budget": float("nan")}, "budget=nan"),
     ):
         with pytest.raises(ValueError, match=says):
-            lm_harness.register()("nowhere", **arguments)  # before a model is looked for
+            lm_harness.register()("nowhere", **arguments)
     with pytest.raises(ValueError, match="no tokenizer"):
         lm_harness.register()(tiny)
     with pytest.raises(kvjax.PolicyError, match="no hyperparameter"):
@@ -95,12 +114,12 @@ def test_what_it_refuses(talker, tiny):
 
 
 @pytest.mark.long
-def test_the_values_of_the_harnesss_own_model(smollm2, shared, tmp_path):
-    """WikiText, rolling, and last words as in LAMBADA: within 1e-3 of the hf model on the same weights in float32."""
+def test_agrees_with_hf_model(smollm2, shared, tmp_path):
+    """Log-likelihoods of last words, as in LAMBADA, and rolling ones of WikiText, with the same float32 weights."""
     transformers = pytest.importorskip("transformers")
     from kvjax.conversion import convert
 
-    convert(None, tmp_path / "hf", format="safetensors", dtype="float32")
+    convert(None, tmp_path / "hf", format="safetensors", dtype="float32")  # None: the default model, as `smollm2`
     theirs = pytest.importorskip("lm_eval.models.huggingface").HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32"),
         tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),

@@ -1,7 +1,7 @@
 """Mosaic GPU kernel of `fused_decode_block` for Hopper GPUs, with bfloat16, int8 or 4-bit weights.
 
-`api.py` calls it if `unsupported_reason` returns None. Results match `reference.py` up to rounding. `plan.py` defines
-the words part, block, chunk and slot.
+`Op` in `api.py` calls it for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding. `plan.py` defines the words part, block, chunk and slot.
 
 The kernel is persistent: one program per multiprocessor computes its share of the outputs of four matmuls. Each matmul
 needs all results of the previous one. In each program:
