@@ -97,10 +97,12 @@ def for_large_programs() -> None:
 
 def drop_programs() -> None:
     """Let go of all compiled programs, and of what holds on to them."""
-    from kvjax.runtime import decoding
+    from kvjax.runtime import decoding, rows
+    from kvjax.runtime.program import Program
 
-    for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend, decoding.begin):
-        program.forget()
+    for program in (*vars(decoding).values(), *vars(rows).values()):
+        if isinstance(program, Program):
+            program.forget()
     jax.clear_caches()
     gc.collect()
 
