@@ -35,7 +35,15 @@ from kvjax.runtime.prompts import (
     refuse_rows,
     token_ids,
 )
-from kvjax.runtime.request import GenerateOptions, Request, RequestOptions, check_request, check_requests, row_seeds
+from kvjax.runtime.request import (
+    GenerateOptions,
+    ListOptions,
+    Request,
+    RequestOptions,
+    check_request,
+    check_requests,
+    row_seeds,
+)
 from kvjax.runtime.row import Row, StopReason
 from kvjax.runtime.sampling import Greedy
 
@@ -158,10 +166,10 @@ def generate(
     prompt: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
     policy: str | Policy = ...,
     budget: int | float | None = ...,
-    max_new_tokens: int = ...,
+    max_new_tokens: int | Sequence[int] = ...,
     *,
     question: Sequence[Question] | None = ...,
-    **options: Unpack[GenerateOptions],
+    **options: Unpack[ListOptions],
 ) -> list[Generation]: ...
 @overload
 def generate(
@@ -169,10 +177,10 @@ def generate(
     prompt: Any,
     policy: str | Policy = ...,
     budget: int | float | None = ...,
-    max_new_tokens: int = ...,
+    max_new_tokens: int | Sequence[int] = ...,
     *,
     question: Any = ...,
-    **options: Unpack[GenerateOptions],
+    **options: Unpack[ListOptions],
 ) -> Any: ...
 
 
@@ -267,18 +275,12 @@ def iterate(
     max_new_tokens: int | Sequence[int] = 128,
     *,
     question: Sequence[Question] | None = None,
-    prefill_block: int | None = None,
-    mesh: Mesh | str | None = None,
-    progress: Callable[[int, int], Any] | None = None,
-    rows: int | None = None,
-    max_total_tokens: int | None = None,
-    **options: Any,
+    **options: Unpack[ListOptions],
 ) -> Iterator[tuple[int, Generation]]:
     """Continue a list of prompts, and yield each result when it has finished.
 
     Args:
         params, prompts, policy, budget, max_new_tokens, question: as for `generate`.
-        prefill_block, mesh, progress, rows, max_total_tokens: as for `generate`.
         options: other options of `generate`.
 
     Yields:
@@ -291,9 +293,11 @@ def iterate(
         >>> for i, result in kvjax.iterate(params, ["Once upon a time", "Call me"], max_new_tokens=[8, 64]):
         ...     print(i, result.text)
     """
-    request = check_requests(params, max_new_tokens, **options)
-    how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
-    run = Run(params, prompts, policy, budget, request, question, prefill_block, **how, continuous=True)
+    asked: dict[str, Any] = dict(options)
+    how = {name: asked.pop(name, None) for name in ("prefill_block", "mesh", "progress", "max_total_tokens")}
+    how["batch_rows"] = asked.pop("rows", None)
+    request = check_requests(params, max_new_tokens, **asked)
+    run = Run(params, prompts, policy, budget, request, question, **how, continuous=True)
     if run.single:
         raise ValueError("prompts is one prompt; give a list of prompts, or call generate")
     return _as_completed(run)

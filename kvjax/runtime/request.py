@@ -39,6 +39,23 @@ class GenerateOptions(RequestOptions, total=False):
     progress: Callable[[int, int], Any] | None
 
 
+class ListOptions(TypedDict, total=False):
+    """Options of `kvjax.generate` and `kvjax.iterate` for a list of prompts: one value, or one for each prompt."""
+
+    temperature: float | Sequence[float]
+    top_k: int | Sequence[int | None] | None
+    top_p: float | Sequence[float | None] | None
+    min_p: float | Sequence[float | None] | None
+    seed: int | Sequence[int]
+    ignore_eos: bool | Sequence[bool]
+    stop: str | Sequence[str] | Sequence[Sequence[str]]
+    prefill_block: int | None
+    mesh: Mesh | str | None
+    progress: Callable[[int, int], Any] | None
+    rows: int | None
+    max_total_tokens: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """Validated options of a continuation.
