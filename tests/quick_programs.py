@@ -63,7 +63,7 @@ def keep_programs(folder: Path) -> None:
     def put(self: Any, key: str, value: bytes) -> None:
         path = self.path / f"{key}-cache"
         if not path.exists():
-            part = self.path / f"{key}.{os.getpid()}"
+            part = self.path / f"{key}.{os.getpid()}-{threading.get_ident()}"  # threads may compile the same
             part.write_bytes(value)
             part.replace(path)
 
