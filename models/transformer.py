@@ -289,7 +289,7 @@ def _block(
 def _surrounded(
     config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
 ) -> Carry:
-    """The carry for a layer with input `x`. AttentionContext of attention are added if the layer asks for them."""
+    """The carry for a layer with input `x`. An `AttentionContext` is added if the layer needs one."""
     if not cache.needs_context:
         return carry
     norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard

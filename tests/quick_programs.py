@@ -80,7 +80,7 @@ def keep_programs(folder: Path) -> None:
     def put(self: Any, key: str, value: bytes) -> None:
         path = self.path / f"{key}-cache"
         if not path.exists():
-            part = self.path / f"{key}.{os.getpid()}"
+            part = self.path / f"{key}.{os.getpid()}-{threading.get_ident()}"  # threads may compile the same
             part.write_bytes(value)
             part.replace(path)
 
@@ -117,10 +117,12 @@ def for_large_programs() -> None:
 
 def drop_programs() -> None:
     """Delete all compiled programs, and the references to them."""
-    from kvjax.runtime import decoding
+    from kvjax.runtime import decoding, rows
+    from kvjax.runtime.program import Program
 
-    for program in (decoding.prefill, decoding.decode, decoding.answer, decoding.extend, decoding.begin):
-        program.forget()
+    for program in (*vars(decoding).values(), *vars(rows).values()):
+        if isinstance(program, Program):
+            program.forget()
     jax.clear_caches()
     gc.collect()
 

@@ -27,8 +27,8 @@ GROUP = 8
 WAIT = 8
 """Maximum number of steps that a row that is due waits for others, so that more are compressed at a time.
 
-With 64 rows of Llama-3.1-8B's shape that are due one after the other, R-KV's steps took 1.40 times as long as those of
-aligned rows if no row waited (H100).
+Otherwise rows that are due one after the other would be compressed one at a time, at the cost of `GROUP` rows each
+(`benchmarks.phases`).
 """
 
 Caches = tuple[Any, ...]

@@ -244,11 +244,18 @@ def gpu_options_of(policy: Policy, specs: Specs) -> dict[str, str]:
     return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
 
 
+def empty_caches(policy: Policy, specs: Specs, total: Int[Array, " B"] | None) -> tuple[Any, ...]:
+    """Each layer's state of an empty cache, in arrays of its own.
+
+    Programs donate a state's arrays, and `CacheLayer.init` may return the same array twice.
+    """
+    return jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs)))
+
+
 def _empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Array, " B"] | None) -> Decoding:
     nothing = jnp.zeros(seed.shape, jnp.int32)
     return Decoding(
-        # Copied, as programs donate a state's arrays, and `init` may return the same array twice.
-        caches=jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs))),
+        caches=empty_caches(policy, specs, total),
         token=nothing,
         pos=jnp.zeros_like(nothing),
         steps=jnp.zeros((), jnp.int32),

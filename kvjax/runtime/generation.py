@@ -62,7 +62,8 @@ class GenerationStats:
         rows: number of sequences.
         prompt_tokens: number of prompt tokens.
         new_tokens: number of sampled tokens.
-        prefill_seconds, decode_seconds: run time of the two programs, without compilation.
+        prefill_seconds, decode_seconds: run time of the two programs, without compilation. Where prompts are prefilled
+            between decode steps of others, the time of turns with a prefill counts as prefill.
         compile_seconds: compile time; 0 if the programs were already compiled.
         cache_bytes: bytes of the policy's cache on each device.
         full_cache_bytes: bytes that a full cache for the same tokens would need on each device.
@@ -105,7 +106,7 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """PromptLike tokens per second of prefill."""
+        """Prompt tokens per second of prefill."""
         return self.prompt_tokens / max(self.prefill_seconds, 1e-9)
 
     @property
@@ -226,7 +227,7 @@ def generate(
         temperature: sampling temperature; 0 is greedy.
         top_k, top_p, min_p: sampling filters, see `kvjax.runtime.sampling.Sampling`.
         seed: any whole number; only its remainder modulo 2**32 matters. The same seed and prompt give the same tokens.
-            PromptLike i of a list samples as it would alone with `seed + i`.
+            Prompt i of a list samples as it would alone with `seed + i`.
         stop: strings at which the text ends; they are not part of it. A special token such as "<|im_end|>" has to be a
             string by itself.
         ignore_eos: whether to continue after end tokens.

@@ -85,7 +85,7 @@ def through_batches(run: Run) -> Iterator[list[int]]:
         batch = _batch_for(run, [run.rows[i] for i in group])
         try:
             yield from _through(run, batch, group)
-        finally:
+        finally:  # also where the caller stops, or a prompt fails
             batch.free()
 
 
@@ -95,7 +95,7 @@ def _through(run: Run, batch: Batch, group: Sequence[int]) -> Iterator[list[int]
     # The longest answers begin first, so that the last rows do not run alone for long.
     order = sorted(group, key=lambda i: -run.rows[i].request.max_new_tokens)
     owners: dict[Ticket, int] = {scheduler.submit(_job(run.rows[i])): i for i in order}
-    done, begun = 0, time.perf_counter()
+    begun = time.perf_counter()
     while scheduler.busy:
         waiting = scheduler.waiting
         changed = scheduler.turn()
@@ -114,9 +114,8 @@ def _through(run: Run, batch: Batch, group: Sequence[int]) -> Iterator[list[int]
                 scheduler.cancel(ticket)
             elif ticket.ended == "length" and row.stop_reason is None:
                 row.stop_reason = "length"
-            done += ticket.ended is not None
         if run.progress is not None and any(ticket.ended is not None for ticket in changed):
-            run.progress(done, len(group))
+            run.progress(sum(row.stop_reason is not None for row in run.rows), len(run.rows))
         if changed:
             yield [owners[ticket] for ticket in changed]
 
@@ -197,10 +196,9 @@ def _batch_for(run: Run, rows: Sequence[Row]) -> Batch:
         )
     while True:
         batch = _batch(run, rows, count)
-        before = batch.engine.compile_seconds
         begun = time.perf_counter()
         peak = batch.compile([len(row.prompt) for row in rows], min(os.cpu_count() or 1, JOBS))
-        run.compile_seconds += time.perf_counter() - begun + before
+        run.compile_seconds += time.perf_counter() - begun
         over = 0 if limit is None or run.batch_rows is not None else peak - SHARE * limit
         if over <= 0 or count == 1:
             break

@@ -50,7 +50,7 @@ class Program:
 
     `jax.jit` compiles inside the first call. Its compile time cannot be separated from the run time, and its executable
     cannot be asked for its memory. A `Program` compiles ahead of time and caches executables, also on disk (see
-    `compilation_cache`).
+    `disk_cache`).
 
     Args:
         function: called as `function(*static, *arrays)`.

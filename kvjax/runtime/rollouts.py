@@ -10,7 +10,6 @@ Log-probabilities of a sample are those under the policy that it was sampled fro
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -157,12 +156,26 @@ class Rollouts:
             seeds = ((request.seed + i * samples + j) % 2**32 for j in range(samples))
             jobs = [Job(prompt, new, seed=own, ends=ends, sampler=request.sampler) for own in seeds]
             tickets.append(scheduler.submit_samples(jobs))
-        while scheduler.busy:
-            for ticket in scheduler.turn():
-                if ticket.error is not None:
-                    raise ticket.error
-        self.batch.free()
-        return [[self._sample(prompt, ticket) for ticket in group] for prompt, group in zip(ids, tickets, strict=True)]
+        try:
+            while scheduler.busy:
+                for ticket in scheduler.turn():
+                    if ticket.error is not None:
+                        raise ticket.error
+        finally:
+            self.batch.free()
+        tokenizer = self.params.tokenizer
+        return [
+            [
+                Sample(
+                    Row(prompt, [], tokenizer, request, tokens=ticket.tokens).text(),
+                    ticket.tokens,
+                    ticket.logprobs,
+                    ticket.ended or "length",
+                )
+                for ticket in group
+            ]
+            for prompt, group in zip(ids, tickets, strict=True)
+        ]
 
     def token_logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probabilities of given answers with the full cache, before temperature and filters.
@@ -181,8 +194,3 @@ class Rollouts:
             logprobs = np.asarray(_LOGPROBS(self.batch.weights, tokens))
             found.append(logprobs[0, len(prompt) - 1 : size - 1])
         return found
-
-    def _sample(self, prompt: list[int], ticket: Ticket) -> Sample:
-        request: Any = None
-        row = Row(prompt, [], self.params.tokenizer, request, tokens=ticket.tokens)
-        return Sample(row.text(), ticket.tokens, ticket.logprobs, ticket.ended or "length")

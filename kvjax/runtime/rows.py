@@ -18,12 +18,20 @@ from kvjax.models import Params, transformer
 from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
 from kvjax.runtime import replay
-from kvjax.runtime.decoding import CHUNK, Loop, Specs, decode_loop, gpu_options_of, layers_of, of_steps, sample_token
+from kvjax.runtime.decoding import (
+    CHUNK,
+    Loop,
+    Specs,
+    decode_loop,
+    empty_caches,
+    gpu_options_of,
+    layers_of,
+    of_steps,
+    sample_token,
+)
 from kvjax.runtime.mesh import ALL, ROWS, state_partitions
 from kvjax.runtime.program import Partition, Program
 from kvjax.runtime.sampling import Sampler
-
-_NONE = jnp.iinfo(jnp.int32).max
 
 
 @flax.struct.dataclass
@@ -86,8 +94,7 @@ class Reading:
 def _empty(policy: Policy, specs: Specs, request: Request) -> Rows:
     rows = request.seed.shape[0]
     nothing = jnp.zeros((rows,), jnp.int32)
-    # Copied, as programs donate a state's arrays, and `init` may return the same array twice.
-    caches = jax.tree.map(jnp.copy, tuple(layer.init(None) for layer in layers_of(policy, specs)))
+    caches = empty_caches(policy, specs, None)
     return Rows(caches, nothing, jnp.copy(nothing), jnp.zeros((rows,), bool), jnp.copy(nothing), request)
 
 
@@ -106,8 +113,7 @@ def _read(
 
 
 def _begin(policy: Policy, specs: Specs, total: Int[Array, " R"], logits: Float[Array, "R V"]) -> Reading:
-    caches = jax.tree.map(jnp.copy, tuple(layer.init(total) for layer in layers_of(policy, specs)))
-    return Reading(caches, logits, jnp.zeros_like(total))
+    return Reading(empty_caches(policy, specs, total), logits, jnp.zeros_like(total))
 
 
 def _read_block(

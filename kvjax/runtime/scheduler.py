@@ -52,7 +52,6 @@ class Ticket:
         tokens, logprobs: sampled tokens so far, and their log-probabilities.
         ended: why the sequence ended; None while it waits or runs.
         error: the error, if it failed.
-        taken: number of tokens that the caller has taken, see `new_tokens`.
     """
 
     job: Any
@@ -60,12 +59,6 @@ class Ticket:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     ended: Ended | None = None
     error: Exception | None = None
-    taken: int = 0
-
-    def new_tokens(self) -> list[int]:
-        """Tokens that have come since the last call of this function."""
-        new, self.taken = self.tokens[self.taken :], len(self.tokens)
-        return new
 
 
 class _Started(NamedTuple):
