@@ -301,6 +301,34 @@ def place_all(shard: Shard, params: Params) -> Params:
     return tree_map_named(lambda name, leaf: _placed(shard, name, leaf), params)
 
 
+def along_data(shard: Shard, params: Params) -> list[tuple[Params, Mesh | None]]:
+    """For each index of `data`: the weights on the devices of this index, and the mesh of these devices.
+
+    Weights that are in place are not copied. Without a mesh, there is one entry.
+
+    Raises:
+        ValueError: as `place`.
+    """
+    if shard.mesh is None:
+        return [(params, None)]
+    mesh, params = _mesh(shard), place_all(shard, params)
+    assert isinstance(mesh, Mesh)
+    if shard.data == 1:
+        return [(params, mesh_of(params))]
+
+    def at(mesh: Mesh) -> Params:
+        def held(leaf: jax.Array) -> jax.Array:
+            sharding = NamedSharding(mesh, leaf.sharding.spec)
+            arrays = {each.device: each.data for each in leaf.addressable_shards}
+            own = [arrays[device] for device in mesh.devices.flat]
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+
+        return jax.tree.map(held, params)
+
+    found = [at(Mesh(mesh.devices[i : i + 1], mesh.axis_names)) for i in range(shard.data)]
+    return [(each, mesh_of(each)) for each in found]
+
+
 def own_shape(name: str, shape: Sequence[int], matrix: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """Shape of a parameter without the padding that a mesh may have added.
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvjax.runtime.batch import Batch, Job
-from kvjax.runtime.scheduler import Scheduler, Ticket
+from kvjax.runtime.scheduler import Scheduler, Schedulers, Ticket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +95,13 @@ def Call(*arrays: Any) -> tuple[Any, ...]:
 class Schedules(RuleBasedStateMachine):
     """Jobs come, are cancelled and fail in any order. Each ends once, with its own tokens."""
 
-    @initialize(rows=st.integers(1, 4), steps=st.integers(1, 5), blocks=st.integers(1, 3))
-    def begin(self, rows: int, steps: int, blocks: int) -> None:
-        self.batch = FakeBatch(rows)
-        self.scheduler = Scheduler(self.batch, steps=steps, block_calls=blocks)
+    @initialize(rows=st.integers(1, 4), steps=st.integers(1, 5), blocks=st.integers(1, 3), batches=st.integers(1, 3))
+    def begin(self, rows: int, steps: int, blocks: int, batches: int) -> None:
+        self.batches = [FakeBatch(rows) for _ in range(batches)]
+        if batches == 1:
+            self.scheduler = Scheduler(self.batches[0], steps=steps, block_calls=blocks)
+        else:
+            self.scheduler = Schedulers(self.batches, steps=steps, block_calls=blocks)
         self.tickets: list[Ticket] = []
         self.broken = self.cancelled = 0
 
@@ -124,9 +127,9 @@ class Schedules(RuleBasedStateMachine):
             self.cancelled += ticket.ended is None
             self.scheduler.cancel(ticket)
 
-    @rule(what=st.sampled_from(["reading", "insert", "serve"]))
-    def break_down(self, what: str) -> None:
-        self.batch.fails = what
+    @rule(what=st.sampled_from(["reading", "insert", "serve"]), data=st.data())
+    def break_down(self, what: str, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.batches)).fails = what
         self.broken += 1
 
     @invariant()
@@ -143,7 +146,8 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "tickets"):
             return
-        self.batch.fails = ""
+        for batch in self.batches:
+            batch.fails = ""
         for _ in range(5000):
             if not self.scheduler.busy:
                 break
@@ -171,6 +175,20 @@ def test_a_prompt_of_several_samples_is_read_once() -> None:
         scheduler.turn()
     assert [ticket.tokens for ticket in tickets] == [[0, 1, 2, 3]] * 5 + [[1000, 1001]]
     assert read == [Wish(0, 4), Wish(1000, 2)]
+
+
+@pytest.mark.parametrize("samples", [0, 10])
+def test_batches_with_one_queue_have_equal_shares(samples) -> None:
+    batches = [FakeBatch(8), FakeBatch(8)]
+    scheduler = Schedulers(batches, steps=2)
+    tickets = scheduler.submit_samples([Wish(0, 4)] * samples) or [scheduler.submit(Wish(9 * i, 4)) for i in range(10)]
+    assert scheduler.waiting == 10
+    scheduler.turn()
+    assert [sum(batch.live) for batch in batches] == [5, 5]
+    while scheduler.busy:
+        scheduler.turn()
+    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
+    assert scheduler.delivered == 3 * 10
 
 
 def test_first_come_first_served() -> None:

@@ -24,10 +24,10 @@ from kvjax.models.sharding import get_shard
 from kvjax.policies import Full, Policy, get_policy
 from kvjax.policies.unbound import check_unbound
 from kvjax.runtime.generation import generate
+from kvjax.runtime.logprobs import token_logprobs
 from kvjax.runtime.mesh import on_mesh
 
 from .following import following
-from .perplexity import token_logprobs
 
 
 @cache

@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Shard
-from kvjax.models import Params, transformer
-from kvjax.models.sharding import get_shard, mesh_of, partitions
+from kvjax.models import Params
+from kvjax.models.sharding import get_shard, partitions
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
+from kvjax.runtime.logprobs import token_logprobs
 from kvjax.runtime.mesh import ALL, ROWS, first_row, on_host, on_mesh, repeated_row, state_partitions
 from kvjax.runtime.processes import broadcast, from_first, is_first
 from kvjax.runtime.program import Partition, Program
@@ -270,23 +270,3 @@ def _sharded(policy: Policy, specs: decoding.Specs, params: Params, *_: Any) -> 
 
 stream = Program(_stream_chunk, static=2, donate=(3,), partition=_sharded, canonical=decoding.of_steps)
 """`stream(policy, specs, params, caches, inputs, targets, start, count)`: the compiled loop of `read`."""
-
-
-def token_logprobs(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, compiled; on the mesh of the weights, if there is one.
-
-    Rows are sharded along "data" if its size divides them; otherwise they are replicated.
-    """
-    return _score(get_shard(mesh_of(params), params.config), params, tokens)
-
-
-def _scored(shard: Shard, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    return transformer.token_logprobs(params, tokens, shard)
-
-
-def _scoring(shard: Shard, params: Params, tokens: Any) -> Partition | None:
-    rows = ALL if tokens.shape[0] % shard.data else ROWS
-    return None if shard.mesh is None else (shard, (partitions(params), rows), rows)
-
-
-_score = Program(_scored, static=1, partition=_scoring)

@@ -146,7 +146,9 @@ class Batch:
         )
         check_no_host_cache(self.engine.policy)
         if self.engine.shard.data > 1:
-            raise ValueError("mesh: a running batch does not support an axis 'data'; use 'model' or 'sequence'")
+            raise ValueError(
+                "mesh: a running batch has no axis 'data'; make a batch for each index of it, with `kvjax.models.sharding.along_data`"
+            )
         self.policy, self.rows = self.engine.policy, rows
         self.specs = tuple(dataclasses.replace(spec, mixed=mixed) for spec in self.engine.specs)
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)

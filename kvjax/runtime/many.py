@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 from rich.filesize import decimal
 
 from kvjax.cache import Shard, bucket
 from kvjax.models import Params
-from kvjax.models.sharding import bytes_per_device
+from kvjax.models.sharding import along_data, bytes_per_device
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.memory import memory_limit
 from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import Greedy
-from kvjax.runtime.scheduler import Scheduler, Ticket
+from kvjax.runtime.scheduler import Schedulers, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ JOBS = 8
 
 SHARE = 0.95
 """Share of the memory that is used at most."""
+
+
+Part = tuple[Params, Mesh | None]
+"""Weights, and the devices that they are on."""
 
 
 class Run(Protocol):
@@ -67,7 +72,7 @@ class Run(Protocol):
 
 def runs_continuously(run: Run) -> bool:
     """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
-    if run.single or run.shard.data > 1 or jax.process_count() > 1 or run.params.config.rope.changes_after is not None:
+    if run.single or jax.process_count() > 1 or run.params.config.rope.changes_after is not None:
         return False
     try:
         check_no_host_cache(run.policy)
@@ -81,17 +86,19 @@ def runs_continuously(run: Run) -> bool:
 
 def through_batches(run: Run) -> Iterator[list[int]]:
     """Run all sequences of a call. Yields the indices of those that have new tokens."""
-    for group in _groups(run):
-        batch = _batch_for(run, [run.rows[i] for i in group])
+    parts = along_data(run.shard, run.params)
+    for group in _groups(run, parts[0]):
+        batches = _batches_for(run, parts, [run.rows[i] for i in group])
         try:
-            yield from _through(run, batch, group)
+            yield from _through(run, batches, group)
         finally:  # also where the caller stops, or a prompt fails
-            batch.free()
+            for batch in batches:
+                batch.free()
 
 
-def _through(run: Run, batch: Batch, group: Sequence[int]) -> Iterator[list[int]]:
+def _through(run: Run, batches: Sequence[Batch], group: Sequence[int]) -> Iterator[list[int]]:
     watched = any(run.rows[i].growing is not None for i in group)
-    scheduler = Scheduler(batch, steps=STEPS // 2 if watched else STEPS)
+    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS)
     # The longest answers begin first, so that the last rows do not run alone for long.
     order = sorted(group, key=lambda i: -run.rows[i].request.max_new_tokens)
     owners: dict[Ticket, int] = {scheduler.submit(_job(run.rows[i])): i for i in order}
@@ -125,7 +132,7 @@ def _job(row: Row) -> Job:
     return Job(row.prompt, request.max_new_tokens, row.question, request.seed, request.ends, request.sampler)
 
 
-def _groups(run: Run) -> list[list[int]]:
+def _groups(run: Run, part: Part) -> list[list[int]]:
     """Indices of sequences that share a batch, those with short prompts first.
 
     All are one batch unless a batch for the longest prompts has too few rows for the others.
@@ -140,31 +147,32 @@ def _groups(run: Run) -> list[list[int]]:
     joined = [groups[0]]
     for group in groups[1:]:
         both = joined[-1] + group
-        if _fits(run, [run.rows[i] for i in both]) >= min(len(both), MOST_ROWS // 8):
+        if _fits(run, part, [run.rows[i] for i in both]) >= min(len(both), MOST_ROWS // 8):
             joined[-1] = both
         else:
             joined.append(group)
     return joined
 
 
-def _fits(run: Run, rows: Sequence[Row]) -> int:
-    """Estimate of how many rows fit, before anything is compiled."""
+def _fits(run: Run, part: Part, rows: Sequence[Row]) -> int:
+    """Estimate of how many rows of a batch fit, before anything is compiled."""
     limit = memory_limit(run.shard)
     if limit is None:
         return MOST_ROWS
-    free = SHARE * limit - bytes_per_device(run.params)
-    return max(int(free // _batch(run, rows, 1).row_bytes) - 1, 0)
+    free = SHARE * limit - bytes_per_device(part[0])
+    return max(int(free // _batch(run, part, rows, 1).row_bytes) - 1, 0)
 
 
-def _batch(run: Run, rows: Sequence[Row], count: int) -> Batch:
+def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
     """A batch of `count` rows for these sequences."""
     new = max(len(row.question) + row.request.max_new_tokens for row in rows)
     longest = max(len(row.prompt) for row in rows)
     if run.max_total_tokens is not None:
         longest = max(run.max_total_tokens - new, longest)
     kinds = {name for row in rows for name in ("temperature", "top_k", "top_p", "min_p") if _has(row, name)}
+    params, mesh = part
     return Batch(
-        run.params,
+        params,
         run.policy,
         rows=count,
         prompt_len=longest,
@@ -174,7 +182,7 @@ def _batch(run: Run, rows: Sequence[Row], count: int) -> Batch:
         ends=max(max(len(row.request.ends) for row in rows), 1),
         sampling=kinds,
         mixed=len({bucket(len(row.prompt)) for row in rows}) > 1,
-        mesh=run.mesh,
+        mesh=mesh,
     )
 
 
@@ -182,31 +190,37 @@ def _has(row: Row, name: str) -> bool:
     return not isinstance(row.request.sampler, Greedy) and getattr(row.request.sampler, name) is not None
 
 
-def _batch_for(run: Run, rows: Sequence[Row]) -> Batch:
-    """A batch with as many rows as fit the memory, or as were asked for. Its programs are compiled."""
-    limit, count = memory_limit(run.shard), min(run.batch_rows or MOST_ROWS, len(rows))
+def _batches_for(run: Run, parts: Sequence[Part], rows: Sequence[Row]) -> list[Batch]:
+    """A batch for each part of the devices, with as many rows as fit the memory, or as were asked for.
+
+    Their programs are compiled.
+    """
+    limit, wanted = memory_limit(run.shard), -(-len(rows) // len(parts))
     if run.batch_rows is None:
-        count = min(count, _fits(run, rows))
+        count = min(wanted, MOST_ROWS, _fits(run, parts[0], rows))
+    else:
+        count = min(wanted, -(-run.batch_rows // len(parts)))
     if count < 1:
-        one = _batch(run, rows, 1).row_bytes
+        one = _batch(run, parts[0], rows, 1).row_bytes
         raise ValueError(
             f"a cache of {decimal(one)} by {run.policy.info.name} for one sequence, its prefill and weights of "
-            f"{decimal(bytes_per_device(run.params))} exceed the {decimal(limit or 0)} of memory here; give shorter prompts, fewer new tokens, "
+            f"{decimal(bytes_per_device(parts[0][0]))} exceed the {decimal(limit or 0)} of memory here; give shorter prompts, fewer new tokens, "
             "a smaller budget, or another policy"
         )
     while True:
-        batch = _batch(run, rows, count)
-        begun = time.perf_counter()
-        peak = batch.compile([len(row.prompt) for row in rows], min(os.cpu_count() or 1, JOBS))
+        batches, begun = [_batch(run, part, rows, count) for part in parts], time.perf_counter()
+        lengths, jobs = [len(row.prompt) for row in rows], min(os.cpu_count() or 1, JOBS)
+        peak = max(batch.compile(lengths, jobs) for batch in batches)
         run.compile_seconds += time.perf_counter() - begun
         over = 0 if limit is None or run.batch_rows is not None else peak - SHARE * limit
         if over <= 0 or count == 1:
             break
-        count = max(count - 1 - int(over // batch.row_bytes), 1)
+        count = max(count - 1 - int(over // batches[0].row_bytes), 1)
+    batch = batches[0]
     log.info(
         "%d prompts through %d rows of %s by %s; peak memory %s",
         len(rows),
-        count,
+        count * len(batches),
         decimal(batch.row_bytes),
         run.policy.info.name,
         decimal(peak),
@@ -215,4 +229,4 @@ def _batch_for(run: Run, rows: Sequence[Row]) -> Batch:
     run.full_cache_bytes += batch.engine.full_cache_bytes
     run.step_bytes_read += batch.engine.step_bytes_read
     run.repeated_cache_bytes += batch.engine.repeated_cache_bytes
-    return batch
+    return batches

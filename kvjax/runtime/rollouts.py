@@ -11,24 +11,25 @@ Log-probabilities of a sample are those under the policy that it was sampled fro
 import dataclasses
 from collections.abc import Collection, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, whole
 from kvjax.cache import bucket
-from kvjax.models import Params, transformer
-from kvjax.policies import Policy
+from kvjax.models import Params
+from kvjax.models.sharding import along_data
+from kvjax.policies import Policy, get_policy
+from kvjax.runtime import logprobs
 from kvjax.runtime.batch import Batch, Job
-from kvjax.runtime.program import Program
+from kvjax.runtime.mesh import policy_shard
 from kvjax.runtime.prompts import PromptLike, token_ids
 from kvjax.runtime.request import check_request
 from kvjax.runtime.row import Row
-from kvjax.runtime.scheduler import Scheduler, Ticket
+from kvjax.runtime.scheduler import Schedulers, Ticket
 
 FILTERS = "top_k", "top_p", "min_p"
 """Filters that samples may have, see `kvjax.runtime.sampling.Sampling`."""
-
-_LOGPROBS = Program(lambda params, tokens: transformer.token_logprobs(params, tokens), static=0)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -59,7 +60,7 @@ class Rollouts:
         max_prompt_tokens: maximum length of a prompt in tokens.
         max_new_tokens: maximum number of tokens of an answer.
         filters: which filters calls of `generate` may use, of `FILTERS`. Each takes time in every step.
-        prefill_block, mesh: as for `kvjax.generate`. A mesh must not have an axis "data".
+        prefill_block, mesh: as for `kvjax.generate`. Along an axis "data", devices have equal shares of the rows.
 
     Raises:
         ValueError, PolicyError: as for `kvjax.runtime.batch.Batch`.
@@ -82,20 +83,25 @@ class Rollouts:
         if unknown:
             raise ValueError(f"filters={list(filters)}: unknown {unknown[0]!r}; give some of {', '.join(FILTERS)}")
         self.params = params
+        self.shard = policy_shard(mesh, params.config, get_policy(policy, budget=budget).bind(params.config))
         self.max_prompt_tokens = amount("max_prompt_tokens", max_prompt_tokens)
         self.max_new_tokens = amount("max_new_tokens", max_new_tokens)
-        self.batch = Batch(
-            params,
-            policy,
-            budget,
-            rows=amount("rows", rows),
-            prompt_len=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            block=prefill_block,
-            ends=max(len(params.config.eos), 8),
-            sampling={"temperature", *filters},
-            mesh=mesh,
-        )
+        parts = along_data(self.shard, params)
+        self.batches = [
+            Batch(
+                weights,
+                policy,
+                budget,
+                rows=-(-amount("rows", rows) // len(parts)),
+                prompt_len=max_prompt_tokens,
+                max_new_tokens=max_new_tokens,
+                block=prefill_block,
+                ends=max(len(params.config.eos), 8),
+                sampling={"temperature", *filters},
+                mesh=devices,
+            )
+            for weights, devices in parts
+        ]
 
     def update(self, params: Params) -> None:
         """Use other weights of the same shape and type from the next call on. Nothing is compiled or copied.
@@ -103,7 +109,8 @@ class Rollouts:
         Raises:
             ValueError: the weights have another shape or type.
         """
-        self.batch.update(params)
+        for batch, (weights, _) in zip(self.batches, along_data(self.shard, params), strict=True):
+            batch.update(weights)
         self.params = params
 
     def generate(
@@ -137,7 +144,7 @@ class Rollouts:
         """
         used = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         for name, value in used.items():
-            if value is not None and name not in self.batch.sampling:
+            if value is not None and name not in self.batches[0].sampling:
                 raise ValueError(
                     f"{name}={value}, but these rollouts have no such filter; make them with filters={[name]}"
                 )
@@ -150,7 +157,7 @@ class Rollouts:
         if one:
             raise ValueError("prompts is one prompt; give a list of prompts")
         ends = request.eos if eos_ids is None else tuple(eos_ids)
-        scheduler = Scheduler(self.batch)
+        scheduler = Schedulers(self.batches)
         tickets: list[list[Ticket]] = []
         for i, prompt in enumerate(ids):
             seeds = ((request.seed + i * samples + j) % 2**32 for j in range(samples))
@@ -162,7 +169,8 @@ class Rollouts:
                     if ticket.error is not None:
                         raise ticket.error
         finally:
-            self.batch.free()
+            for batch in self.batches:
+                batch.free()
         tokenizer = self.params.tokenizer
         return [
             [
@@ -191,6 +199,6 @@ class Rollouts:
             size = len(prompt) + len(answer)
             tokens = np.zeros((1, bucket(size)), np.int32)
             tokens[0, :size] = [*prompt, *answer]
-            logprobs = np.asarray(_LOGPROBS(self.batch.weights, tokens))
-            found.append(logprobs[0, len(prompt) - 1 : size - 1])
+            scores = np.asarray(logprobs.token_logprobs(self.batches[0].weights, jnp.asarray(tokens)))
+            found.append(scores[0, len(prompt) - 1 : size - 1])
         return found

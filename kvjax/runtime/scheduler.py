@@ -82,11 +82,20 @@ class Scheduler:
         batch: runs prompts and rows, and never waits for the device.
         steps: decode steps of a call.
         block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
+        queue: jobs that wait, if several schedulers share them, see `Schedulers`.
+
+    Attributes:
+        most_rows: number of rows to fill.
+        row_steps: number of rows times steps so far.
+        delivered: how many of them sampled a token.
     """
 
-    def __init__(self, batch: Runner, *, steps: int = 16, block_calls: int = 1) -> None:
+    def __init__(
+        self, batch: Runner, *, steps: int = 16, block_calls: int = 1, queue: deque[list[Ticket]] | None = None
+    ) -> None:
         self.batch, self.steps, self.block_calls = batch, steps, block_calls
-        self._waiting: deque[list[Ticket]] = deque()
+        self.most_rows = batch.rows
+        self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
         self._reading: tuple[list[Ticket], Iterator[Any]] | None = None
@@ -104,8 +113,17 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of jobs that have not been inserted into a row."""
-        under_way = [each[0] for each in (self._reading, self._ready) if each is not None]
-        return sum(map(len, (*self._waiting, *under_way)))
+        return sum(map(len, self._waiting)) + self.begun
+
+    @property
+    def begun(self) -> int:
+        """Number of jobs whose prompt is being read, or that wait for a row with it."""
+        return sum(len(each[0]) for each in (self._reading, self._ready) if each is not None)
+
+    @property
+    def running(self) -> int:
+        """Number of rows that are taken."""
+        return len(self._owners)
 
     def submit(self, job: Any) -> Ticket:
         """Add a job to the queue."""
@@ -143,7 +161,7 @@ class Scheduler:
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""
         blocks = 0
-        while self._free and (self._reading or self._waiting or self._ready):
+        while self._has_room() and (self._reading or self._waiting or self._ready):
             if self._ready is None and not self._read(blocks):
                 return
             blocks += 1
@@ -153,7 +171,7 @@ class Scheduler:
 
     def _insert(self, tickets: list[Ticket], reading: Any) -> None:
         """Insert what was read into free rows, once for each job that asked for it."""
-        while tickets and self._free:
+        while tickets and self._has_room():
             ticket = tickets.pop(0)
             if ticket.ended is not None:
                 continue
@@ -165,6 +183,9 @@ class Scheduler:
                 self._under_way.append(_Started(ticket, first))
         if not tickets:
             self._ready = None
+
+    def _has_room(self) -> bool:
+        return bool(self._free) and len(self._owners) < self.most_rows
 
     def _read(self, blocks: int) -> bool:
         """Read one block, or one whole prompt. False if rows that are live have waited long enough."""
@@ -274,3 +295,63 @@ class Scheduler:
         self._free = list(range(self.batch.rows))[::-1]
         self.batch.reset()
         return list(lost.values())
+
+
+class Schedulers:
+    """Schedulers of several batches with one queue, such as those of the devices along an axis `data`. Used as one.
+
+    Args:
+        batches: the batches, of equal sizes.
+        steps, block_calls: as for `Scheduler`.
+    """
+
+    def __init__(self, batches: Sequence[Runner], *, steps: int = 16, block_calls: int = 1) -> None:
+        self._queue: deque[list[Ticket]] = deque()
+        self._each = [Scheduler(batch, steps=steps, block_calls=block_calls, queue=self._queue) for batch in batches]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a submitted job has not ended."""
+        return any(each.busy for each in self._each)
+
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that have not been inserted into a row."""
+        return sum(map(len, self._queue)) + sum(each.begun for each in self._each)
+
+    @property
+    def row_steps(self) -> int:
+        """Number of rows times steps so far."""
+        return sum(each.row_steps for each in self._each)
+
+    @property
+    def delivered(self) -> int:
+        """How many of `row_steps` sampled a token."""
+        return sum(each.delivered for each in self._each)
+
+    def submit(self, job: Any) -> Ticket:
+        """Add a job to the queue."""
+        return self._each[0].submit(job)
+
+    def submit_samples(self, jobs: Sequence[Any]) -> list[Ticket]:
+        """Add jobs with the same prompt, which each batch reads once."""
+        size = max(-(-len(jobs) // len(self._each)), 1)
+        parts = (jobs[at : at + size] for at in range(0, len(jobs), size))
+        return [ticket for part in parts for ticket in self._each[0].submit_samples(part)]
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a job, whether it waits or runs. What it has sampled so far remains."""
+        self._each[0].cancel(ticket)
+
+    def turn(self) -> list[Ticket]:
+        """A turn of each scheduler. Each takes an equal share of the jobs.
+
+        Returns:
+            Jobs with new tokens, or that have ended.
+        """
+        share = -(-(self.waiting + sum(each.running for each in self._each)) // len(self._each))
+        changed: list[Ticket] = []
+        for each in self._each:
+            each.most_rows = min(share, each.batch.rows)
+            changed += each.turn()
+        return changed

@@ -4,25 +4,61 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.runtime.batch import Batch
+from kvjax.runtime.mesh import on_mesh
+from kvjax.runtime.rollouts import Rollouts
 
 
 @pytest.mark.parametrize("policy", ["full", "rkv:40", "treekv:32", "adakv:32", "quest:32"])
-@pytest.mark.parametrize("mesh", ["model=2", "sequence=2"])
+@pytest.mark.parametrize("mesh", ["model=2", "sequence=2", "data=2,model=2"])
 def test_lists_over_a_mesh(policy, mesh, tiny):
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 64, size).tolist() for size in (50, 9, 33, 40, 17)]
-    options = {"max_new_tokens": [9, 14, 3, 8, 20], "rows": 2, "ignore_eos": True}
+    options = {"max_new_tokens": [9, 14, 3, 8, 20], "rows": 4, "ignore_eos": True}
     one = kvjax.generate(tiny, prompts, policy, **options)
     many = kvjax.generate(tiny, prompts, policy, mesh=mesh, **options)
     for a, b in zip(one, many, strict=True):
         assert a.tokens == b.tokens
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
-    assert many[0].stats.devices == 2
+    assert many[0].stats.devices == (4 if "data" in mesh else 2)
 
 
-def test_an_axis_of_rows_has_batches_that_start_and_stop_together(tiny):
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    options = {"max_new_tokens": [4, 5, 6], "ignore_eos": True}
-    one = kvjax.generate(tiny, prompts, **options)
-    many = kvjax.generate(tiny, prompts, mesh="data=2", **options)
-    assert [result.tokens for result in one] == [result.tokens for result in many]
+def test_rows_stay_on_their_devices(tiny, monkeypatch):
+    """Each index of `data` has a batch of its own. Weights are not copied, and rows do not depend on the devices."""
+    held = []
+    init = Batch.__init__
+
+    def noted(self, *args, **how):
+        init(self, *args, **how)
+        held.append(self)
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    params, _ = on_mesh(tiny, "data=2")
+    random = np.random.default_rng(5)
+    prompts = [random.integers(0, 64, size).tolist() for size in (50, 9, 33, 40, 17)]
+    options = {"max_new_tokens": [9, 14, 3, 8, 20], "ignore_eos": True, "max_total_tokens": 70}
+    many = kvjax.generate(params, prompts, "snapkv:40", rows=4, **options)
+    assert [batch.rows for batch in held[-2:]] == [2, 2]
+    devices = [batch.weights.norm.devices() for batch in held[-2:]]
+    assert [len(each) for each in devices] == [1, 1]
+    assert devices[0] != devices[1]
+    where = {each.device: each.data.unsafe_buffer_pointer() for each in params.embed.addressable_shards}
+    for batch in held[-2:]:
+        (own,) = batch.weights.embed.addressable_shards
+        assert own.data.unsafe_buffer_pointer() == where[own.device]
+    one = kvjax.generate(tiny, prompts, "snapkv:40", rows=2, **options)
+    assert [(a.tokens, a.logprobs) for a in one] == [(b.tokens, b.logprobs) for b in many]
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,model=2"])
+def test_rollouts_over_a_mesh(mesh, tiny):
+    sizes = {"rows": 4, "max_prompt_tokens": 64, "max_new_tokens": 16}
+    prompts = [[5, 6, 7, 8], list(range(50)), [3]]
+    one, many = Rollouts(tiny, "rkv:40", **sizes), Rollouts(tiny, "rkv:40", mesh=mesh, **sizes)
+    for _ in range(2):
+        found = [each.generate(prompts, samples=3, max_new_tokens=9, seed=4) for each in (one, many)]
+        assert [[x.tokens for x in group] for group in found[0]] == [[x.tokens for x in group] for group in found[1]]
+        many.update(tiny)
+    answers = [group[0].tokens for group in found[0]]
+    for a, b in zip(one.token_logprobs(prompts, answers), many.token_logprobs(prompts, answers), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
