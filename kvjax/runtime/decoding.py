@@ -22,9 +22,7 @@ from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.policies import Policy
-from kvjax.policies.base import CacheLayer
-from kvjax.policies.sharded import sharded
-from kvjax.runtime import mesh, replay
+from kvjax.runtime import mesh
 from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
@@ -35,6 +33,7 @@ from kvjax.runtime.program import (
     Partition,
     Program,
 )
+from kvjax.runtime.reading import layers_of, read_prompts
 from kvjax.runtime.sampling import Sampler
 
 CHUNK = 256
@@ -75,11 +74,6 @@ def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Ar
     """State of a batch with empty caches. `total` is as for `CacheLayer.init`."""
     # On one device this needs no compilation.
     return (_empty if specs[0].shard.mesh is None else begin)(policy, specs, seed, total)
-
-
-def layers_of(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[CacheLayer[Any], ...]:
-    """A bound policy's layers, with their slots sharded where devices share them."""
-    return tuple(sharded(policy.layer(spec)) for spec in specs)
 
 
 def padded(
@@ -275,9 +269,7 @@ def _prefill(
     sampler: Sampler,
     ends: Int[Array, " E"],
 ) -> tuple[Decoding, Float[Array, " B"]]:
-    layers = layers_of(policy, specs)
-    read = replay.prefill if replay.replays(layers) else transformer.prefill
-    logits, caches = read(params, tokens, lengths, total, layers)
+    logits, caches = read_prompts(policy, specs, params, tokens, lengths, total)
     token, logprob = sample_token(logits, sampler, seed, lengths)
     state = Decoding(caches, token, lengths, jnp.zeros((), jnp.int32), jnp.isin(token, ends), seed)
     return state, logprob

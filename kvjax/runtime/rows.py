@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
-from kvjax.runtime import replay
 from kvjax.runtime.decoding import (
     CHUNK,
     Loop,
@@ -25,12 +24,12 @@ from kvjax.runtime.decoding import (
     decode_loop,
     empty_caches,
     gpu_options_of,
-    layers_of,
     of_steps,
     sample_token,
 )
 from kvjax.runtime.mesh import ALL, ROWS, state_partitions
 from kvjax.runtime.program import Partition, Program
+from kvjax.runtime.reading import layers_of, read_prompts
 from kvjax.runtime.sampling import Sampler
 
 
@@ -106,9 +105,7 @@ def _read(
     lengths: Int[Array, " R"],
     total: Int[Array, " R"],
 ) -> Reading:
-    layers = layers_of(policy, specs)
-    prefill = replay.prefill if replay.replays(layers) else transformer.prefill
-    logits, caches = prefill(params, tokens, lengths, total, layers)
+    logits, caches = read_prompts(policy, specs, params, tokens, lengths, total)
     return Reading(caches, logits, lengths)
 
 

@@ -1,0 +1,71 @@
+"""Prompts of many tokens are prefilled a few rows at a time: the same states, in less memory."""
+
+import jax
+import numpy as np
+import pytest
+from policies.driver import compositions, every_policy
+
+from kvjax.cache import layer_specs
+from kvjax.policies import Policy, get_policy
+from kvjax.runtime import decoding, reading
+from kvjax.runtime.engine import Engine
+
+FAST = "full", "snapkv", "treekv", "kvzip", "quest"
+EVERY = [
+    pytest.param(policy, id=policy.info.name, marks=() if policy.info.name in FAST else pytest.mark.slow)
+    for policy in every_policy(16) + compositions(16)
+]
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_groups_of_rows_leave_what_all_rows_leave(policy: Policy, tiny, monkeypatch) -> None:
+    policy = policy.bind(tiny.config)
+    specs = layer_specs(tiny.config, 6, 50, 8, tiny.dtype)
+    lengths = np.asarray([50, 3, 33, 20, 41, 8], np.int32)
+    tokens = np.random.default_rng(0).integers(0, 64, (6, specs[0].prompt_len)).astype(np.int32)
+
+    def read() -> tuple[tuple[int, ...], list[np.ndarray]]:
+        program = jax.jit(lambda *arrays: reading.read_prompts(policy, specs, tiny, *arrays))
+        loops = program.trace(tokens, lengths, lengths + 8).jaxpr.eqns
+        groups = tuple(each.params["length"] for each in loops if each.primitive.name == "scan")
+        return groups, [np.asarray(leaf) for leaf in jax.tree.leaves(program(tokens, lengths, lengths + 8))]
+
+    _, want = read()
+    monkeypatch.setattr(reading, "AT_ONCE", 3 * specs[0].prompt_len)
+    groups, got = read()
+    assert 2 in groups
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_memory_does_not_grow_with_rows_but_for_the_cache(tiny, monkeypatch) -> None:
+    def peak(rows: int) -> int:
+        decoding.prefill.forget()
+        engine = Engine(tiny.config, "full", dtype="float32", batch=rows, prompt_len=512, max_new_tokens=32)
+        memory = engine.compile()
+        return memory.prefill - memory.weights - memory.cache
+
+    monkeypatch.setattr(reading, "AT_ONCE", 512)
+    one, eight = peak(1), peak(8)
+    assert eight < 1.5 * one
+    monkeypatch.setattr(reading, "AT_ONCE", 8 * 512)
+    assert peak(8) > 3 * eight
+    decoding.prefill.forget()
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "wanted"), [(1, 10**6, 1), (8, 16_384, 2), (6, 10_000, 3), (7, 16_384, 1), (64, 64, 64)]
+)
+def test_rows_at_a_time_divide_the_rows(rows, length, wanted) -> None:
+    assert reading._together(rows, length) == wanted
+
+
+def test_offloaded_caches_are_prefilled_together(tiny, monkeypatch) -> None:
+    """A loop cannot stack arrays of host memory."""
+    monkeypatch.setattr(reading, "AT_ONCE", 1)
+    policy = get_policy("offloaded(clusterkv:24)").bind(tiny.config)
+    specs = layer_specs(tiny.config, 4, 40, 8, tiny.dtype)
+    lengths = np.full(4, 40, np.int32)
+    tokens = np.zeros((4, specs[0].prompt_len), np.int32)
+    logits, _ = jax.eval_shape(lambda *x: reading.read_prompts(policy, specs, tiny, *x), tokens, lengths, lengths + 8)
+    assert logits.shape == (4, 64)
