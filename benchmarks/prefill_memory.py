@@ -74,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     config = PRESETS[args.shape]
     shard = get_shard(args.mesh, config)
-    out = args.out or Path(f"benchmarks/results/prefill_memory-{report.device_slug()}.json")
+    out = args.out or Path(f"benchmarks/results/prefill-memory-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))
     params = init_on(shard, config, random_key(0), "bfloat16")
     limit, at_once = memory_limit(shard), reading.AT_ONCE

@@ -6,6 +6,8 @@ import pytest
 from policies.driver import compositions, every_policy
 
 from kvjax.cache import layer_specs
+from kvjax.config import RopeConfig
+from kvjax.models import ModelConfig
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, reading
 from kvjax.runtime.engine import Engine
@@ -26,8 +28,8 @@ def test_groups_of_rows_leave_what_all_rows_leave(policy: Policy, tiny, monkeypa
 
     def read() -> tuple[tuple[int, ...], list[np.ndarray]]:
         program = jax.jit(lambda *arrays: reading.read_prompts(policy, specs, tiny, *arrays))
-        loops = program.trace(tokens, lengths, lengths + 8).jaxpr.eqns
-        groups = tuple(each.params["length"] for each in loops if each.primitive.name == "scan")
+        steps = program.trace(tokens, lengths, lengths + 8).jaxpr.eqns
+        groups = tuple(each.params["length"] for each in steps if each.primitive.name == "scan")
         return groups, [np.asarray(leaf) for leaf in jax.tree.leaves(program(tokens, lengths, lengths + 8))]
 
     _, want = read()
@@ -69,3 +71,20 @@ def test_offloaded_caches_are_prefilled_together(tiny, monkeypatch) -> None:
     tokens = np.zeros((4, specs[0].prompt_len), np.int32)
     logits, _ = jax.eval_shape(lambda *x: reading.read_prompts(policy, specs, tiny, *x), tokens, lengths, lengths + 8)
     assert logits.shape == (4, 64)
+
+
+@pytest.mark.slow
+def test_a_tpu_holds_the_cache_once(monkeypatch) -> None:
+    """What one row at a time needs beside weights and cache is little, though there are eight of it."""
+    from kvjax.runtime import absent_tpu
+
+    rope = RopeConfig(theta=10000.0, dim=128)
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_layers": 4, "max_position": 4096}
+    config = ModelConfig(family="llama", num_heads=8, num_kv_heads=8, head_dim=128, rope=rope, **sizes)
+    try:
+        mesh = absent_tpu.mesh("v5e")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(reading, "AT_ONCE", 2048)
+    memory = absent_tpu.memory_of(Engine(config, "full", batch=8, prompt_len=2048, max_new_tokens=64, mesh=mesh))
+    assert memory.prefill - memory.weights - memory.cache < memory.cache / 8

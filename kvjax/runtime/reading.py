@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import LayerSpec
+from kvjax.cache import LayerSpec, PromptKV
 from kvjax.models import Params, transformer
-from kvjax.policies import Policy
-from kvjax.policies.base import CacheLayer, held_bytes
+from kvjax.policies import Policy, PolicyError
+from kvjax.policies.base import CacheLayer, Carry, WrappedLayer, held_bytes
 from kvjax.policies.sharded import sharded
 from kvjax.runtime import replay
 
 AT_ONCE = 32_768
 """Padded prompt tokens that are prefilled together at most, unless one row has more.
 
-Activations of the rows that are prefilled together are in memory beside the weights and the whole cache. More tokens
-do not make matrix products faster.
+Their activations are in memory beside the weights and the whole cache. More tokens do not make matrix products faster.
 """
 
 
@@ -53,9 +53,45 @@ def read_prompts(
     read = replay.prefill if replay.replays(layers) else transformer.prefill
     if size == rows:
         return read(params, tokens, lengths, total, layers)
-    groups = jax.tree.map(lambda x: x.reshape(rows // size, size, *x.shape[1:]), (tokens, lengths, total))
-    found = jax.lax.map(lambda group: read(params, group[0], group[1], group[2], layers), groups)
-    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), found)
+
+    def group(i: Int[Array, ""], found: tuple[Array, tuple[Any, ...]]) -> tuple[Array, tuple[Any, ...]]:
+        logits, caches = found
+        part = [jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in (tokens, lengths, total)]
+        into = [
+            _Into(layer.policy, layer.spec, inner=layer, held=held, at=i * size)
+            for layer, held in zip(layers, caches, strict=True)
+        ]
+        own, caches = read(params, part[0], part[1], part[2], into)
+        return jax.lax.dynamic_update_slice_in_dim(logits, own, i * size, 0), caches
+
+    logits = jnp.zeros((rows, params.config.vocab_size), jnp.float32)
+    return jax.lax.fori_loop(0, rows // size, group, (logits, tuple(_empty(layer, rows) for layer in layers)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Into(WrappedLayer[Any]):
+    """Writes the state of a group of rows into that of all rows, so that no layer's is held twice for long."""
+
+    held: Any = dataclasses.field(kw_only=True)
+    at: Int[Array, ""] = dataclasses.field(kw_only=True)
+
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
+        state, carry = self.inner.prefill(prompt, carry)
+
+        def write(held: Array, own: Array) -> Array:
+            if own.shape[1:] != held.shape[1:]:
+                raise PolicyError(
+                    f"{self.policy.info.name}: `prefill` leaves an array of {list(own.shape)}, but that of `init` is "
+                    f"{[own.shape[0], *held.shape[1:]]}; let both leave the same shapes"
+                )
+            return jax.lax.dynamic_update_slice_in_dim(held, own.astype(held.dtype), self.at, 0)
+
+        return jax.tree.map(write, self.held, state), carry
+
+
+def _empty(layer: CacheLayer[Any], rows: int) -> Any:
+    """Zeros in the shape of a layer's state, for so many rows."""
+    return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), jax.eval_shape(layer.init))
 
 
 def _together(rows: int, length: int) -> int:

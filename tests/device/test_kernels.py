@@ -8,6 +8,7 @@ import pytest
 from benchmarks import kernel_cases
 from benchmarks.kernel_cases.case import Case
 from kvjax.pallas_kernels.device import hopper
+from kvjax.pallas_kernels.hopper.fused_decode_block.plan import plan
 
 CASES = [case for module in kernel_cases.modules() for case in kernel_cases.cases(module)]
 
@@ -15,7 +16,7 @@ XLA_IS_AS_FAST = "vocabulary head", "64 keys, H128, biased"
 """Parts of the names of cases that Hopper GPUs may leave to XLA."""
 
 
-REFUSED = {("fused_decode_block", "8 x 4096", "int4"): "8 rows by weights in 4 bits"}
+REFUSED = {("fused_decode_block", "8 x 4096", "int4"): str(plan(8, 4096, 4096, 14336, (4096, 1024), bits=4))}
 """Reasons for which a kernel leaves a case to XLA on purpose, by operation, beginning of the shape, and type."""
 
 
