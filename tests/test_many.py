@@ -98,7 +98,7 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(tiny, monkeypatch)
     """Sizes that differ much are batches of their own where rows are few."""
     monkeypatch.setattr(many, "MOST_ROWS", 64)
     monkeypatch.setattr(many, "APART", 1)
-    monkeypatch.setattr(many, "_fits", lambda run, rows: 40 if max(len(row.prompt) for row in rows) < 40 else 1)
+    monkeypatch.setattr(many, "_fits", lambda run, part, rows: 40 if max(len(row.prompt) for row in rows) < 40 else 1)
     made = []
     real = Batch.__init__
 
@@ -115,15 +115,21 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(tiny, monkeypatch)
 
 
 def test_few_programs_and_none_after_the_first_list(tiny):
-    """Prompts of any length need few programs, and a second list none."""
+    """Prompts of any length need few programs, and a second list none, as JAX counts them."""
     programs = (rows.empty, rows.read, rows.begin, rows.insert, rows.serve)
     before = sum(len(program.executables) for program in programs)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if event.endswith("/backend_compile_duration") else None
+    )
     options = {"max_new_tokens": 3, "rows": 4, "max_total_tokens": 210, "ignore_eos": True}
-    kvjax.generate(tiny, prompts(60, longest=200), "h2o:0.4", **options)
+    kvjax.generate(tiny, prompts(200, longest=200), "h2o:0.4", **options)
     made = sum(len(program.executables) for program in programs) - before
     assert 3 < made <= 8
+    assert made <= len(compiled) <= 8
+    compiled.clear()
     kvjax.generate(tiny, prompts(60, longest=200, seed=9), "h2o:0.4", **options)
-    assert sum(len(program.executables) for program in programs) - before == made
+    assert not compiled
 
 
 def test_what_does_not_run_continuously_runs_in_batches(tiny):
