@@ -3,6 +3,7 @@
 import array
 import gc
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +317,21 @@ ODD = {
     "a generator": ((i for i in IDS), "put them in a list"),
     "lists in lists in lists": ([[[5, 9]]], r"prompt 1 of 1 is \[\[5, 9\]\] \(list\)"),
     "a huge id": ([2**70], f"token id {2**70} is outside this model's vocabulary of 64"),
+    "a huge id after others": ([5, 2**70, -1], f"token id {2**70} is outside this model's vocabulary of 64"),
+    "an id outside in the middle": (
+        [5] * 30 + [64, -1] + [5] * 30,
+        "token id 64 is outside this model's vocabulary of 64",
+    ),
+    "an id outside at the end": ([5] * 60 + [-7], "token id -7 is outside this model's vocabulary of 64"),
+    "an id outside in an array": (
+        np.asarray([5, 9, 200, 64], np.uint8),
+        "token id 200 is outside this model's vocabulary",
+    ),
+    "a huge id in an array": (
+        np.asarray([5, 2**63], np.uint64),
+        f"token id {2**63} is outside this model's vocabulary",
+    ),
+    "true among ids": ([5, 9, True], r"prompt 1 of 3 is 5 \(int\)"),
     "a negative id": ([-1, 5], "token id -1 is outside this model's vocabulary of 64"),
     "no dimensions": (np.asarray(5), r"prompt is array\(5\) \(ndarray\)"),
     "three dimensions": (np.zeros((1, 2, 3), int), r"prompt is an array of shape \(1, 2, 3\) and type int64"),
@@ -419,8 +435,8 @@ class BrokenOff(Program):
         self.program, self.after, self.kind = program, after, kind
         self.compile_seconds = 0.0
 
-    def compiled(self, *args: object) -> object:
-        return self.program.compiled(*args)
+    def ready(self, *args: object) -> Callable[[], None]:
+        return lambda: self(*args)
 
     def __call__(self, *args: object) -> None:
         if self.after:
