@@ -428,6 +428,23 @@ def test_prompts_that_a_policy_cannot_serve_are_named(tiny, monkeypatch):
         kvjax.generate(tiny, [[5] * 200, [5] * 1200, [7] * 200], "treekv", 0.01, max_new_tokens=8)
 
 
+@pytest.mark.parametrize("given", [IDS, tuple(IDS), np.asarray(IDS, np.uint8), jnp.asarray(IDS)], ids=repr)
+def test_token_ids_are_a_list_and_an_array(tiny, given):
+    """They stay as they are if what was passed changes."""
+    (ids,), one = token_ids(tiny, given)
+    if isinstance(given, np.ndarray):
+        given[0] = 6
+    assert one
+    assert (ids, list(ids), len(ids), repr(ids)) == (IDS, IDS, len(IDS), repr(IDS))
+    assert (ids[1], ids[-2:], ids[::2], ids[:0]) == (9, [7, 1], [5, 2, 7], [])
+    assert (ids + [3], [3] + ids, list(reversed(ids))) == ([*IDS, 3], [3, *IDS], IDS[::-1])
+    assert {type(i) for i in [*ids, ids[0], *ids[:2]]} == {int}
+    assert ids == token_ids(tiny, [IDS])[0][0] != token_ids(tiny, IDS[:2])[0][0]
+    assert np.asarray(ids).tolist() == IDS
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(ids)[0] = 3
+
+
 class BrokenOff(Program):
     """A program that is broken off before it runs or after."""
 
