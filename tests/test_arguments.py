@@ -2,6 +2,7 @@
 
 import array
 import gc
+import operator
 import warnings
 from collections.abc import Callable
 
@@ -437,7 +438,7 @@ def test_token_ids_are_a_list_and_an_array(tiny, given):
     assert one
     assert (ids, list(ids), len(ids), repr(ids)) == (IDS, IDS, len(IDS), repr(IDS))
     assert (ids[1], ids[-2:], ids[::2], ids[:0]) == (9, [7, 1], [5, 2, 7], [])
-    assert (ids + [3], [3] + ids, list(reversed(ids))) == ([*IDS, 3], [3, *IDS], IDS[::-1])
+    assert (operator.add(ids, [3]), operator.add([3], ids), list(reversed(ids))) == ([*IDS, 3], [3, *IDS], IDS[::-1])
     assert {type(i) for i in [*ids, ids[0], *ids[:2]]} == {int}
     assert ids == token_ids(tiny, [IDS])[0][0] != token_ids(tiny, IDS[:2])[0][0]
     assert np.asarray(ids).tolist() == IDS

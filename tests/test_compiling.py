@@ -88,6 +88,9 @@ def test_weights_with_a_tokenizer_run_the_same_programs(tiny: Params, served: kv
 
 def test_a_second_call_traces_nothing(tiny: Params, served: kvjax.CompiledGenerator) -> None:
     """Sizes of caches are computed once, too."""
+    with traces() as found:
+        jax.eval_shape(lambda x: x + 1, jnp.zeros(3))
+    assert found  # JAX reports traces
     for call in (lambda: served.generate(tiny, PROMPTS[0]), lambda: kvjax.generate(tiny, PROMPTS[0], TREE, None, NEW)):
         first = call()
         with traces() as found:
