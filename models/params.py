@@ -255,8 +255,10 @@ def nbytes(params: Params) -> int:
 def same_shapes(params: Params, other: Params) -> bool:
     """Whether compiled programs accept either: equal configuration, and equal shapes and types of all weights."""
     bare = [dataclasses.replace(each, tokenizer=None) for each in (params, other)]
-    leaves = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(each)] for each in bare]
-    return jax.tree.structure(bare[0]) == jax.tree.structure(bare[1]) and leaves[0] == leaves[1]
+    (leaves, tree), (others, other_tree) = map(jax.tree.flatten, bare)
+    return tree == other_tree and all(
+        a is b or (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, others, strict=True)
+    )
 
 
 def tree_map_named(f: Callable[[str, Any], Any], params: Params) -> Params:

@@ -9,6 +9,7 @@ vocabulary are sharded over all devices of `model` and `sequence` (`kvjax.cache.
 are padded with zeros, which do not change results: silu(0) · 0 is 0, and logits beyond the vocabulary are dropped.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +115,11 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, he
     if mesh is None:
         return ONE_DEVICE
     given = mesh if isinstance(mesh, AbstractMesh) else get_mesh(mesh)
+    return _get_shard(given, config, heads_coupled)
+
+
+@lru_cache(maxsize=64)
+def _get_shard(given: Mesh | AbstractMesh, config: ModelConfig, heads_coupled: bool) -> Shard:
     _check_axes(given)
     data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
     heads = 1 if heads_coupled else math.gcd(config.num_kv_heads, model)
@@ -298,7 +304,26 @@ def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeS
 
 def place_all(shard: Shard, params: Params) -> Params:
     """Place all parameters on a mesh. Errors as for `place`."""
-    return tree_map_named(lambda name, leaf: _placed(shard, name, leaf), params)
+    leaves, tree = jax.tree.flatten(params)
+    ndims = tuple([leaf.ndim for leaf in leaves])
+    there = _shardings(shard, jax.tree.structure(dataclasses.replace(params, tokenizer=None)), ndims)
+    # Comparing objects is faster than comparing shardings, and succeeds for weights that were placed here.
+    moved = [i for i, leaf in enumerate(leaves) if getattr(leaf, "sharding", None) is not there[i][1]]
+    for i in moved:
+        leaves[i] = _placed(shard, there[i][0], leaves[i])
+    return tree.unflatten(leaves) if moved else params
+
+
+@lru_cache(maxsize=64)
+def _shardings(shard: Shard, tree: Any, ndims: tuple[int, ...]) -> list[tuple[str, NamedSharding]]:
+    """Name and sharding of all parameters."""
+    names = [name_of(path) for path, _ in jax.tree.leaves_with_path(tree.unflatten(range(tree.num_leaves)))]
+    return [(name, _sharding(shard, name, ndim)) for name, ndim in zip(names, ndims, strict=True)]
+
+
+@lru_cache(maxsize=1 << 14)
+def _sharding(shard: Shard, name: str, ndim: int) -> NamedSharding:
+    return NamedSharding(_mesh(shard), partition(name, ndim))
 
 
 def along_data(shard: Shard, params: Params) -> list[tuple[Params, Mesh | None]]:
@@ -361,7 +386,12 @@ def mesh_of(params: Params) -> Mesh | None:
     sharding = getattr(params.norm, "sharding", None)
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_names) != {DATA, *MODEL}:
         return None
-    devices = np.asarray(sharding.mesh.devices)
+    return _users_mesh(sharding.mesh)
+
+
+@lru_cache(maxsize=64)
+def _users_mesh(mesh: Any) -> Mesh:
+    devices = np.asarray(mesh.devices)
     return Mesh(devices.reshape(len(devices), -1, devices.shape[-1]), AXES)
 
 
@@ -379,8 +409,10 @@ def _check_axes(mesh: Mesh | AbstractMesh) -> None:
 
 
 def _placed(shard: Shard, name: str, array: Any) -> Any:
-    axes = partition(name, array.ndim)
-    sharding, sizes = NamedSharding(_mesh(shard), axes), {None: 1, HEADS: shard.heads, MODEL: shard.model}
+    sharding = _sharding(shard, name, array.ndim)
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return array  # which is padded already
+    axes, sizes = sharding.spec, {None: 1, HEADS: shard.heads, MODEL: shard.model}
     pieces = [sizes[axes[i] if i < len(axes) else None] for i in range(array.ndim)]
     padding = [(0, -size % count) for size, count in zip(array.shape, pieces, strict=True)]
     in_groups = array.ndim == 3 or (array.ndim == 2 and _matrix(name) != name and not name.endswith(".levels"))

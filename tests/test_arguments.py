@@ -2,7 +2,9 @@
 
 import array
 import gc
+import operator
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +318,21 @@ ODD = {
     "a generator": ((i for i in IDS), "put them in a list"),
     "lists in lists in lists": ([[[5, 9]]], r"prompt 1 of 1 is \[\[5, 9\]\] \(list\)"),
     "a huge id": ([2**70], f"token id {2**70} is outside this model's vocabulary of 64"),
+    "a huge id after others": ([5, 2**70, -1], f"token id {2**70} is outside this model's vocabulary of 64"),
+    "an id outside in the middle": (
+        [5] * 30 + [64, -1] + [5] * 30,
+        "token id 64 is outside this model's vocabulary of 64",
+    ),
+    "an id outside at the end": ([5] * 60 + [-7], "token id -7 is outside this model's vocabulary of 64"),
+    "an id outside in an array": (
+        np.asarray([5, 9, 200, 64], np.uint8),
+        "token id 200 is outside this model's vocabulary",
+    ),
+    "a huge id in an array": (
+        np.asarray([5, 2**63], np.uint64),
+        f"token id {2**63} is outside this model's vocabulary",
+    ),
+    "true among ids": ([5, 9, True], r"prompt 1 of 3 is 5 \(int\)"),
     "a negative id": ([-1, 5], "token id -1 is outside this model's vocabulary of 64"),
     "no dimensions": (np.asarray(5), r"prompt is array\(5\) \(ndarray\)"),
     "three dimensions": (np.zeros((1, 2, 3), int), r"prompt is an array of shape \(1, 2, 3\) and type int64"),
@@ -412,6 +429,23 @@ def test_prompts_that_a_policy_cannot_serve_are_named(tiny, monkeypatch):
         kvjax.generate(tiny, [[5] * 200, [5] * 1200, [7] * 200], "treekv", 0.01, max_new_tokens=8)
 
 
+@pytest.mark.parametrize("given", [IDS, tuple(IDS), np.asarray(IDS, np.uint8), jnp.asarray(IDS)], ids=repr)
+def test_token_ids_are_a_list_and_an_array(tiny, given):
+    """They stay as they are if what was passed changes."""
+    (ids,), one = token_ids(tiny, given)
+    if isinstance(given, np.ndarray):
+        given[0] = 6
+    assert one
+    assert (ids, list(ids), len(ids), repr(ids)) == (IDS, IDS, len(IDS), repr(IDS))
+    assert (ids[1], ids[-2:], ids[::2], ids[:0]) == (9, [7, 1], [5, 2, 7], [])
+    assert (operator.add(ids, [3]), operator.add([3], ids), list(reversed(ids))) == ([*IDS, 3], [3, *IDS], IDS[::-1])
+    assert {type(i) for i in [*ids, ids[0], *ids[:2]]} == {int}
+    assert ids == token_ids(tiny, [IDS])[0][0] != token_ids(tiny, IDS[:2])[0][0]
+    assert np.asarray(ids).tolist() == IDS
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(ids)[0] = 3
+
+
 class BrokenOff(Program):
     """A program that is broken off before it runs or after."""
 
@@ -419,8 +453,8 @@ class BrokenOff(Program):
         self.program, self.after, self.kind = program, after, kind
         self.compile_seconds = 0.0
 
-    def compiled(self, *args: object) -> object:
-        return self.program.compiled(*args)
+    def ready(self, *args: object) -> Callable[[], None]:
+        return lambda: self(*args)
 
     def __call__(self, *args: object) -> None:
         if self.after:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 import re
 
 import jax
@@ -53,6 +54,19 @@ def test_what_layers_are_told():
     assert second == dataclasses.replace(first, layer=1, window=20)
     assert first.totals(None).tolist() == [104] * 3
     assert first.totals(to_jax([0, 1, 2])).tolist() == [0, 1, 2]
+
+
+def test_specs_of_equal_sizes_are_the_same():
+    """Programs are found by them. Hashes differ between processes, so a copy from a file has none."""
+    config = ModelConfig("qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16))
+    one, other = (cache.layer_specs(config, 1, length, 8, "float32") for length in (70, 90))
+    assert one is other
+    spec = one[0]
+    assert hash(spec) == hash(dataclasses.replace(spec)) != hash(dataclasses.replace(spec, batch=2))
+    read = pickle.loads(pickle.dumps(spec))
+    assert read == spec
+    assert "_hash" in vars(spec)
+    assert "_hash" not in vars(read)
 
 
 def test_few_sizes_serve_all_lengths():

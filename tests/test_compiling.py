@@ -1,8 +1,10 @@
 """`kvjax.aot_compile`: programs made ahead of time are the ones that run, and tell what they take."""
 
+import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -24,6 +26,22 @@ TREE = kvjax.TreeKV(budget=16, sinks=2)
 def served(tiny: Params) -> kvjax.CompiledGenerator:
     """Two rows of up to 64 tokens, from the shape of the model alone."""
     return kvjax.aot_compile(tiny.config, TREE, batch=2, prompt_len=60, max_new_tokens=NEW, dtype="float32")
+
+
+@contextlib.contextmanager
+def traces() -> Iterator[list[str]]:
+    """What JAX traces within the `with` block."""
+    found: list[str] = []
+
+    def listen(event: str, seconds: float, **about: object) -> None:
+        if "trace" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def executables() -> int:
@@ -66,6 +84,18 @@ def test_weights_with_a_tokenizer_run_the_same_programs(tiny: Params, served: kv
     assert result.text == "".join(chr(40 + token) for token in result.tokens)
     stop = result.text[3:5]
     assert served.generate(spoken, text, stop=stop).text == result.text[: result.text.index(stop)]
+
+
+def test_a_second_call_traces_nothing(tiny: Params, served: kvjax.CompiledGenerator) -> None:
+    """Sizes of caches are computed once, too."""
+    with traces() as found:
+        jax.eval_shape(lambda x: x + 1, jnp.zeros(3))
+    assert found  # JAX reports traces
+    for call in (lambda: served.generate(tiny, PROMPTS[0]), lambda: kvjax.generate(tiny, PROMPTS[0], TREE, None, NEW)):
+        first = call()
+        with traces() as found:
+            assert call().tokens == first.tokens
+        assert found == []
 
 
 def test_memory_is_what_runs(tiny: Params, served: kvjax.CompiledGenerator) -> None:

@@ -188,7 +188,9 @@ class BrokenOff(Program):
         signal.raise_signal(signal.SIGINT)
         return result
 
-    compiled = PROGRAM.compiled
+    def ready(self, *args):
+        return lambda: self(*args)
+
     compile_seconds = 0.0
 
 

@@ -14,7 +14,7 @@ PAGES = {
     "quality": ("policy-quality*", "streaming-perplexity*", "block-sizes*", "constant-memory*", "reasoning*"),
     "leaderboard": ("leaderboard*",),
     "reproduction": ("reproduction*", "decode-h200*"),
-    "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*", "offload*", "beside*"),
+    "speed": ("decode-h200*", "decode-rounds*", "long-context-[!t]*", "offload*", "beside*", "host-time*"),
     "kernels": ("kernels*", "quantized-products*"),
     "howto/from_kvpress": ("peer-quality*", "peer-float32*"),
     "howto/weights": ("decode-weights*", "fits-v5e*", "weights-quality*"),

@@ -1,6 +1,7 @@
 """Static facts of one layer's cache, and the sizes of caches."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,6 +60,18 @@ class LayerSpec:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         object.__setattr__(self, "scale", self.scale or self.head_dim**-0.5)
 
+    def __hash__(self) -> int:
+        """Hash of the fields, computed once, because specs are part of the key of every program and of many cached sizes."""
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields. Hashes differ between processes."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @property
     def max_tokens(self) -> int:
         """Maximum tokens of a row: padded prompt and all new tokens."""
@@ -115,6 +128,15 @@ def layer_specs(
         block: see `LayerSpec`.
     """
     rope = config.rope.resolve(prompt_len + new_tokens if total is None else total)
+    padded = bucket(prompt_len), bucket(new_tokens, LEAST_NEW_TOKENS)
+    return _padded_specs(config, batch, *padded, jnp.dtype(dtype), rope, block)
+
+
+@functools.lru_cache(maxsize=256)
+def _padded_specs(
+    config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any, rope: Rope, block: int
+) -> tuple[LayerSpec, ...]:
+    """`layer_specs` of padded sizes. Equal sizes give the same objects, which compare at once."""
     return tuple(
         LayerSpec(
             layer=layer,
@@ -123,9 +145,9 @@ def layer_specs(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            prompt_len=bucket(prompt_len),
-            new_tokens=bucket(new_tokens, LEAST_NEW_TOKENS),
-            dtype=jnp.dtype(dtype),
+            prompt_len=prompt_len,
+            new_tokens=new_tokens,
+            dtype=dtype,
             rope=rope,
             scale=config.head_dim**-0.5,
             window=window,

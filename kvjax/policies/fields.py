@@ -1,6 +1,7 @@
 """Checks of hyperparameters against the types that their dataclass declares."""
 
 import dataclasses
+import functools
 import math
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -28,7 +29,7 @@ def check_fields(policy: Any, **least: int | float) -> None:
     if "budget" in values:
         check_budget(name, values["budget"])
     try:
-        hints = get_type_hints(type(policy))
+        hints = _hints(type(policy))
     except NameError:  # a user's policy, whose annotations use names of an enclosing function
         hints = {}
     for field, hint in hints.items():
@@ -51,6 +52,11 @@ def check_fields(policy: Any, **least: int | float) -> None:
             raise PolicyError(f"{name}: {field}={values[field]} is too small. Give {bound} or more.")
     if isinstance(getattr(policy, "budget", None), int):
         policy.validate(0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _is_number(value: Any, whole: bool) -> bool:

@@ -116,7 +116,8 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
         policy = parse_policy(policy)
     if not callable(getattr(policy, "layer", None)):
         raise PolicyError(f"policy={policy!r} is not a policy. Give a name ({', '.join(policies())}) or a Policy.")
-    return replaced(policy, {name: value for name, value in hyperparameters.items() if value is not None})
+    given = {name: value for name, value in hyperparameters.items() if value is not None}
+    return replaced(policy, given) if given else policy
 
 
 def split(text: str, at: str) -> list[str]:

@@ -78,12 +78,12 @@ def empty(policy: Policy, specs: Specs, seed: UInt32[Array, " B"], total: Int[Ar
 
 def padded(
     prompts: Sequence[Sequence[int]] | Int[np.ndarray, "B S"], size: int | None = None
-) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """Right-pad prompts to `size`, or to a common bucket. Returns tokens [B, T] and lengths [B]."""
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    """Right-pad prompts to `size`, or to a common bucket. Returns tokens [B, T] and lengths [B], on the host."""
     tokens = np.zeros((len(prompts), bucket(max(map(len, prompts))) if size is None else size), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    return tokens, np.asarray([len(prompt) for prompt in prompts], np.int32)
 
 
 def started(executable: Any, *args: Any) -> Decoding:
@@ -423,6 +423,8 @@ def sample_token(
 
 def of_steps(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[Policy, tuple[LayerSpec, ...]]:
     """Static arguments that matter to token-by-token programs. The size of prefill blocks does not."""
+    if all(spec.block <= 1 for spec in specs):
+        return policy, specs
     return policy, tuple(dataclasses.replace(spec, block=1) if spec.block > 1 else spec for spec in specs)
 
 

@@ -22,7 +22,7 @@ from rich.filesize import decimal
 
 from kvjax._util.any_rank import any_rank
 from kvjax._util.arguments import MOST, amount, shown, whole, wholes
-from kvjax.cache import LayerCache, bucket, layer_specs
+from kvjax.cache import LayerCache, LayerSpec, Shard, bucket, layer_specs
 from kvjax.config import ModelConfig
 from kvjax.models import Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
@@ -159,9 +159,10 @@ class Engine:
                 f"batch={batch}, but the mesh shards the batch over {self.shard.data} devices; give a multiple of {self.shard.data}"
             )
         specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
-        self.specs = tuple(spec.on(self.shard) for spec in specs)
+        self.specs = _specs_on(specs, self.shard)
         words = words_of(self.layers, model.tokenizer if isinstance(model, Params) else None)
-        self.specs = tuple(dataclasses.replace(spec, words=words) for spec in self.specs)
+        if words:
+            self.specs = tuple(dataclasses.replace(spec, words=words) for spec in self.specs)
         if self.shard.mesh is not None:
             self.weights = place_all(self.shard, self.weights)
         if block:
@@ -183,24 +184,22 @@ class Engine:
     @property
     def layers(self) -> tuple[CacheLayer[Any], ...]:
         """The policy's layers."""
-        return decoding.layers_of(self.policy, self.specs)
+        return _layers_of(self.policy, self.specs)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache on each device."""
-        return sum(held_bytes(layer)[0] for layer in self.layers)
+        return _cache_bytes(self.policy, self.specs)[0]
 
     @property
     def full_cache_bytes(self) -> int:
         """Bytes that a full cache of these sizes would need on each device."""
-        shard = get_shard(self.mesh, self.config)
-        layers = decoding.layers_of(Full(), [spec.whole.on(shard) for spec in self.specs])
-        return sum(held_bytes(layer)[0] for layer in layers)
+        return _cache_bytes(Full(), _specs_on(_whole(self.specs), get_shard(self.mesh, self.config)))[0]
 
     @property
     def repeated_cache_bytes(self) -> int:
         """Bytes of `cache_bytes` that are replicated on all devices that share slots."""
-        return repeated_bytes(self.policy, self.specs)
+        return _repeated_bytes(self.policy, self.specs)
 
     @property
     def sharded_caches(self) -> int:
@@ -210,12 +209,12 @@ class Engine:
     @property
     def host_cache_bytes(self) -> int:
         """Bytes of the cache in host memory."""
-        return sum(held_bytes(layer)[1] for layer in self.layers)
+        return _cache_bytes(self.policy, self.specs)[1]
 
     @property
     def step_bytes_read(self) -> int:
         """Bytes of the cache that one decode step reads."""
-        return sum(layer.bytes_read for layer in self.layers)
+        return _step_bytes_read(self.policy, self.specs)
 
     def of(self, params: Params) -> "Engine":
         """Copy of the engine with other weights of the same shape and type. Nothing is compiled again.
@@ -312,7 +311,9 @@ class Engine:
             ValueError: a list does not have one whole number per sequence.
         """
         self._check_memory()
-        return self._own(decoding.empty(self.policy, self.specs, self._seeds(seeds), self._total(total)))
+        return self._own(
+            decoding.empty(self.policy, self.specs, *map(jnp.asarray, (self._seeds(seeds), self._total(total))))
+        )
 
     def prefill(
         self,
@@ -440,7 +441,7 @@ class Engine:
         how, parts = self.how(sampler, eos_ids), []
         while left > 0 or not parts:
             state, *part = self._going_on(
-                decoding.decode, state, jnp.asarray(min(left, decoding.CHUNK), jnp.int32), *how
+                decoding.decode, state, np.asarray(min(left, decoding.CHUNK), np.int32), *how
             )()
             parts.append(part)
             left -= decoding.CHUNK
@@ -482,9 +483,7 @@ class Engine:
             raise ValueError(f"count={count}; give {decoding.CHUNK} or fewer, and have `decode` sample the others")
         self._check_room(state, max(map(len, given)) + count - 1)
         tokens = decoding.padded(given, size)
-        return self._going_on(
-            decoding.answer, state, *tokens, jnp.asarray(count, jnp.int32), *self.how(sampler, eos_ids)
-        )
+        return self._going_on(decoding.answer, state, *tokens, np.asarray(count, np.int32), *self.how(sampler, eos_ids))
 
     def save(self, state: Decoding) -> Decoding:
         """Copy a state to the host as unsharded NumPy arrays. `resume` restores it on this mesh or another.
@@ -547,9 +546,10 @@ class Engine:
 
     def ready(self, program: Program, *args: Any) -> Callable[[], Any]:
         """Compile a program of `decoding` for this engine, if necessary, and return the call that runs it."""
-        args = tuple(map(_without_origin, args))
-        self._compiled(program, *args)
-        return lambda: program(self.policy, self.specs, self.weights, *args)
+        before = program.compile_seconds
+        run = program.ready(self.policy, self.specs, self.weights, *map(_without_origin, args))
+        self.compile_seconds += program.compile_seconds - before
+        return run
 
     def _extending(
         self,
@@ -597,8 +597,7 @@ class Engine:
     @functools.cached_property
     def _origin(self) -> Origin:
         """Identifies states of this engine."""
-        specs = tuple(dataclasses.replace(spec.whole, block=0) for spec in self.specs)
-        return Origin(self.policy, specs, self.config, self.shard, sample_of(self.weights))
+        return Origin(self.policy, _whole(self.specs), self.config, self.shard, sample_of(self.weights))
 
     def _own(self, state: Decoding) -> Decoding:
         return dataclasses.replace(state, origin=self._origin)
@@ -630,12 +629,12 @@ class Engine:
 
     def _seeds(self, seeds: Sequence[int] | None) -> Any:
         found = [0] * self.batch if seeds is None else wholes("seeds", seeds, self.batch)
-        return jnp.asarray(np.asarray([seed % 2**32 for seed in found], np.uint32))
+        return np.asarray([seed % 2**32 for seed in found], np.uint32)
 
-    def _total(self, total: Sequence[int] | None) -> Int[Array, " B"]:
+    def _total(self, total: Sequence[int] | None) -> Int[np.ndarray, " B"]:
         if total is not None:
             total = self._totals(wholes("total", total, self.batch, 0), "total")
-        return jnp.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, jnp.int32)
+        return np.asarray([self.specs[0].max_tokens] * self.batch if total is None else total, np.int32)
 
     def _totals(self, total: list[int], name: str) -> list[int]:
         """Validate the final lengths of the sequences against the cache."""
@@ -645,6 +644,41 @@ class Engine:
                 f"{name}: a row of {max(total)} tokens in all is longer than this engine has room for, {room}; give fewer, or make an engine for more"
             )
         return total
+
+
+# What follows from a policy and specs is computed once for all engines. Values that are equal mean the same.
+
+
+@functools.lru_cache(maxsize=256)
+def _specs_on(specs: tuple[LayerSpec, ...], shard: Shard) -> tuple[LayerSpec, ...]:
+    """Specs of each device's part of the layers."""
+    return tuple(spec.on(shard) for spec in specs)
+
+
+@functools.lru_cache(maxsize=256)
+def _whole(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Specs of the unsharded layers, without the size of prefill blocks."""
+    return tuple(dataclasses.replace(spec.whole, block=0) for spec in specs)
+
+
+@functools.lru_cache(maxsize=256)
+def _layers_of(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[CacheLayer[Any], ...]:
+    return decoding.layers_of(policy, specs)
+
+
+@functools.lru_cache(maxsize=256)
+def _cache_bytes(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[int, int]:
+    """Bytes of the cache on each device, and in host memory."""
+    held = [held_bytes(layer) for layer in _layers_of(policy, specs)]
+    return sum(device for device, _ in held), sum(host for _, host in held)
+
+
+@functools.lru_cache(maxsize=256)
+def _step_bytes_read(policy: Policy, specs: tuple[LayerSpec, ...]) -> int:
+    return sum(layer.bytes_read for layer in _layers_of(policy, specs))
+
+
+_repeated_bytes = functools.lru_cache(maxsize=256)(repeated_bytes)
 
 
 def _without_origin(value: Any) -> Any:

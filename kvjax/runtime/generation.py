@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, short
-from kvjax.cache import Shard, host_memory, layer_specs
+from kvjax.cache import Shard, layer_specs
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
@@ -623,7 +623,7 @@ class Run:
             state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
             tokens = on_host(state.token)
         if not last.again:
-            self._count_bytes(engine, state)
+            self._count_bytes(engine)
         given = rest if rest[0] else None
         most = max(self.most_tokens(row) - row.again for row in rows if row.stop_reason is None)
         if given is None:
@@ -644,16 +644,15 @@ class Run:
             counts = [steps - done - (0 if given is None else ahead) for ahead in before]
             self._collect(rows, np.asarray(new), np.asarray(logprobs), counts)
             given = None
-        selected, found = hits(state.caches)
-        self.selected, self.found = self.selected + selected, self.found + found
-        self.fetched_bytes += fetched_bytes(state.caches, steps)
+        if engine.host_cache_bytes:
+            selected, found = hits(state.caches)
+            self.selected, self.found = self.selected + selected, self.found + found
+            self.fetched_bytes += fetched_bytes(state.caches, steps)
         yield
 
-    def _count_bytes(self, engine: Engine, state: decoding.Decoding) -> None:
-        leaves = jax.tree.leaves(state.caches)
-        on_host = bytes_per_device([leaf for leaf in leaves if host_memory.on_host(leaf)])
-        self.host_cache_bytes += on_host
-        self.cache_bytes += bytes_per_device(leaves) - on_host
+    def _count_bytes(self, engine: Engine) -> None:
+        self.host_cache_bytes += engine.host_cache_bytes
+        self.cache_bytes += engine.cache_bytes
         self.full_cache_bytes += engine.full_cache_bytes
         self.step_bytes_read += engine.step_bytes_read
         self.repeated_cache_bytes += engine.repeated_cache_bytes

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from kvjax._util.any_rank import any_rank
@@ -101,8 +102,8 @@ class Program:
         static = args[: self._static]
         if (sharded := self._sharded.get(static)) is None:
             sharded = self._sharded[static] = self._partition is not None and self._partition(*args) is not None
-        default = SingleDeviceSharding(jax.devices()[0])
-        key = static, tree, tuple((x.shape, x.dtype, None if sharded else _place(x, default)) for x in leaves)
+        places = () if sharded else _places(leaves)
+        key = static, tree, tuple([(x.shape, x.dtype) for x in leaves]), places
         if (found := self._compiled.get(key)) is not None:
             return found
         with self._lock:
@@ -134,25 +135,40 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Run the program. Donated arrays are deleted, also on devices that cannot reuse their memory."""
-        args = self._with_canonical(args)
-        results = self._run(args)
-        if self._donate:
-            kept = set(map(id, jax.tree.leaves(results)))
-            for leaf in jax.tree.leaves([args[i] for i in self._donate]):
-                if isinstance(leaf, jax.Array) and id(leaf) not in kept and not leaf.is_deleted():
-                    leaf.delete()
-        return results
+        return self.ready(*args)()
 
-    def _run(self, args: tuple[Any, ...]) -> Any:
+    def ready(self, *args: Any) -> Callable[[], Any]:
+        """Compile the program for these arrays if necessary, and return the call that runs it, as `__call__` does."""
+        args = self._with_canonical(args)
         leaves, tree = jax.tree.flatten(args[self._static :])
         executable, places = self._found(args, leaves, tree)
+
+        def run() -> Any:
+            results = self._run(executable, places, args, leaves, tree)
+            if self._donate:
+                kept = set(map(id, jax.tree.leaves(results)))
+                for leaf in jax.tree.leaves([args[i] for i in self._donate]):
+                    if isinstance(leaf, jax.Array) and id(leaf) not in kept and not leaf.is_deleted():
+                        leaf.delete()
+            return results
+
+        return run
+
+    def _run(
+        self, executable: Any, places: list[Any] | None, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any
+    ) -> Any:
         if places is None:
             return executable(*args[self._static :])
-        for i, x in enumerate(leaves):
-            # Comparing objects is faster than comparing shardings, and nearly always succeeds after the first call.
-            if getattr(x, "sharding", None) is not places[i]:
-                leaves[i] = there = put(x, places[i])
-                places[i] = there.sharding
+        # Comparing objects is faster than comparing shardings, and nearly always succeeds after the first call.
+        moved = [i for i, x in enumerate(leaves) if getattr(x, "sharding", None) is not places[i]]
+        # The program itself transfers arrays of the host, unless other processes need their parts.
+        moved = [i for i in moved if not (isinstance(leaves[i], np.ndarray) and places[i].is_fully_addressable)]
+        if not moved:
+            return executable(*args[self._static :])
+        leaves = list(leaves)
+        for i in moved:
+            leaves[i] = there = put(leaves[i], places[i])
+            places[i] = there.sharding
         return executable(*tree.unflatten(leaves))
 
     def shapes(self, *args: Any) -> Any:
@@ -202,7 +218,22 @@ def compile_with(lowered: Any, options: Mapping[str, str | bool]) -> Any:
             known = {name: value for name, value in known.items() if name not in refused}
 
 
-def _place(x: Any, default: SingleDeviceSharding) -> Any:
-    """Sharding of an array; None for the default device's memory, which is also that of shapes without a sharding."""
-    sharding = getattr(x, "sharding", None)
-    return None if sharding == default else sharding
+def _places(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Sharding of each array; None for the default device's memory, which is also that of shapes without a sharding."""
+    return tuple([_place(getattr(x, "sharding", None)) for x in leaves])
+
+
+def _place(sharding: Any) -> Any:
+    known = _known.get(id(sharding))
+    if known is None:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        default = SingleDeviceSharding(jax.devices()[0])
+        known = _known[id(sharding)] = sharding, None if sharding == default else sharding
+    return known[1]
+
+
+_known: dict[int, tuple[Any, Any]] = {}
+"""Shardings by identity, with their places. Comparing shardings takes most of the time of finding a program."""
+
+MOST_KNOWN = 4096

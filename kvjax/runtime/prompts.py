@@ -9,6 +9,7 @@ import numpy as np
 from kvjax._util.arguments import plain, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
+from kvjax.runtime.token_ids import TokenIds
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message, such as {"role": "user", "content": "Hello"}."""
@@ -27,7 +28,7 @@ TOLD = 8
 
 def token_ids(
     params: Params, prompt: Any, *, one: bool = False, longest: int | None = None
-) -> tuple[list[list[int]], bool]:
+) -> tuple[list[Sequence[int]], bool]:
     """Convert prompts to token ids. Also returns whether a single prompt was given instead of a list.
 
     All prompts are validated before any is tokenised.
@@ -61,7 +62,7 @@ def is_one(prompt: Any) -> bool:
     return _kind(prompt) is not None
 
 
-def question_ids(params: Params, question: Any, prompts: int | None) -> list[list[int]]:
+def question_ids(params: Params, question: Any, prompts: int | None) -> list[Sequence[int]]:
     """Convert questions to token ids, without a start token.
 
     Args:
@@ -86,7 +87,7 @@ def question_ids(params: Params, question: Any, prompts: int | None) -> list[lis
 
 def _all_ids(
     params: Params, name: str, rows: Sequence[Any], kinds: Sequence[Kind | None], allowed: str, **options: Any
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     """Token ids of each row of a list. The error reports all invalid rows."""
     known, found, errors = None not in kinds, [], []
     for row, kind in zip(rows, kinds, strict=True):
@@ -130,8 +131,15 @@ def row_error(row: Any, least: int, longest: int, vocabulary: int) -> str | None
             return f": {shown(odd[0])} is not a token id, which is a whole number"
     if not least <= ids.size <= longest:
         return f": {ids.size} tokens are not {least} to {longest}"
-    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary)) if ids.size else []
-    return f": token id {ids[bad[0]]} is outside this model's vocabulary of {vocabulary}" if len(bad) else None
+    outside = _outside(ids, vocabulary)
+    return None if outside is None else f": token id {outside} is outside this model's vocabulary of {vocabulary}"
+
+
+def _outside(ids: np.ndarray, vocabulary: int) -> Any:
+    """The first token id that is not in the vocabulary; None if all are."""
+    if not ids.size or (ids.min() >= 0 and ids.max() < vocabulary):
+        return None
+    return ids[np.flatnonzero((ids < 0) | (ids >= vocabulary))[0]]
 
 
 def refuse_rows(name: str, errors: Sequence[str | None], kind: type[ValueError] = ValueError) -> None:
@@ -162,8 +170,8 @@ def _told(name: str, numbers: Sequence[int], count: int, error: str) -> str:
 
 
 def asked_in_chats(
-    params: Params, prompts: Sequence[Any], questions: Sequence[Any], ids: Sequence[tuple[list[int], list[int]]]
-) -> list[tuple[list[int], list[int]]]:
+    params: Params, prompts: Sequence[Any], questions: Sequence[Any], ids: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Move questions that follow chats to the end of the user's last message.
 
     The template's text after that message becomes part of the question. If the last message is not the user's, the
@@ -183,7 +191,9 @@ def asked_in_chats(
     ]
 
 
-def _asked(params: Params, messages: Sequence[Message], question: Any, ids: list[int]) -> tuple[list[int], list[int]]:
+def _asked(
+    params: Params, messages: Sequence[Message], question: Any, ids: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
     tokenizer, messages = params.tokenizer, list(messages)
     if messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": ""})
@@ -229,7 +239,7 @@ def _kind(prompt: Any) -> Kind | None:
     if isinstance(prompt, np.ndarray | jax.Array):
         return "ids" if prompt.ndim == 1 and prompt.size and np.issubdtype(prompt.dtype, np.integer) else None
     if _is_sequence(prompt) and len(prompt):
-        if all(type(x) is int or _is_whole(x) for x in prompt):
+        if _are_ints(prompt) or all(map(_is_whole, prompt)):
             return "ids"
         if all(isinstance(x, Mapping) for x in prompt):
             return "chat"
@@ -248,6 +258,11 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
+def _are_ints(values: Sequence[Any]) -> bool:
+    """Whether all are Python's own `int`. This is the fast case of `_is_whole` for long prompts."""
+    return type(values[0]) is int and set(map(type, values)) == {int}
+
+
 def _is_whole(value: Any) -> bool:
     value = plain(value)
     return isinstance(value, int) and not isinstance(value, bool)
@@ -261,10 +276,13 @@ def _hint(value: Any) -> str:
     return "; put them in a list" if isinstance(value, Iterator) else ""
 
 
-def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False, longest: int | None = None) -> list[int]:
+def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False, longest: int | None = None) -> Sequence[int]:
+    what = "question" if follows else "prompt"
     if kind == "ids":
-        ids = np.asarray(prompt).tolist() if isinstance(prompt, np.ndarray | jax.Array) else [int(i) for i in prompt]
-    elif params.tokenizer is None:
+        ids = _as_array(prompt)
+        _check_ids(params, ids, what, longest)
+        return TokenIds(ids)
+    if params.tokenizer is None:
         raise ValueError("this model has no tokenizer; give token ids instead of text")
     elif kind == "chat":
         for message in prompt:
@@ -273,18 +291,29 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False, longest
     else:
         _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)
-    _check_ids(params, ids, "question" if follows else "prompt", longest)
+    _check_ids(params, ids, what, longest)
     return ids
 
 
-def _check_ids(params: Params, ids: Sequence[int], what: str, longest: int | None = None) -> None:
-    if not ids:
+def _as_array(ids: Any) -> np.ndarray:
+    """Whole numbers as an array, of Python's numbers if one of them has more than 64 bits."""
+    if isinstance(ids, np.ndarray | jax.Array):
+        return np.asarray(ids)
+    numbers = ids if _are_ints(ids) else [int(i) for i in ids]
+    try:
+        return np.asarray(numbers, np.int64)
+    except OverflowError:
+        return np.asarray(numbers, object)
+
+
+def _check_ids(params: Params, ids: Any, what: str, longest: int | None = None) -> None:
+    if not len(ids):
         raise ValueError(f"a {what} is empty; give at least one token")
     if longest is not None and len(ids) > longest:
         raise ValueError(f"a prompt has {len(ids)} tokens, but the programs take {longest}; compile for longer ones")
-    bad = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
-    if bad is not None:
-        raise ValueError(f"token id {bad} is outside this model's vocabulary of {params.config.vocab_size}")
+    outside = _outside(_as_array(ids), params.config.vocab_size)
+    if outside is not None:
+        raise ValueError(f"token id {outside} is outside this model's vocabulary of {params.config.vocab_size}")
 
 
 def _check_text(text: str) -> None:

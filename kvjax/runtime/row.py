@@ -25,8 +25,8 @@ class Row:
         request: what is asked for. Its seed is that of this sequence.
     """
 
-    prompt: list[int]
-    question: list[int]
+    prompt: Sequence[int]
+    question: Sequence[int]
     tokenizer: Tokenizer | None
     request: Request
     growing: GrowingText | None = None
@@ -36,19 +36,19 @@ class Row:
     again: int = 0
 
     @property
-    def read_first(self) -> list[int]:
+    def read_first(self) -> Sequence[int]:
         """Tokens that are prefilled."""
         return [*self.prompt, *self.question, *self.tokens[: self.again]] if self.again else self.prompt
 
     @property
-    def read_next(self) -> list[int]:
+    def read_next(self) -> Sequence[int]:
         """Tokens that are processed one by one after prefill."""
         return [] if self.again else self.question
 
     def watch(self) -> None:
         """Decode the text token by token, up to the first stop string."""
         assert self.tokenizer is not None
-        self.growing = GrowingText(self.tokenizer, self.prompt + self.question, self.request.stop)
+        self.growing = GrowingText(self.tokenizer, self._given, self.request.stop)
 
     def text(self) -> str | None:
         """The new text; None if the model has no tokenizer."""
@@ -56,7 +56,12 @@ class Row:
             return None
         if self.growing is not None:
             return self.growing.whole()
-        return self.tokenizer.decode_after(self.prompt + self.question, self.tokens)
+        return self.tokenizer.decode_after(self._given, self.tokens)
+
+    @property
+    def _given(self) -> Sequence[int]:
+        """Tokens before the first sampled one."""
+        return [*self.prompt, *self.question] if self.question else self.prompt
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append newly sampled tokens, up to the end of the sequence."""

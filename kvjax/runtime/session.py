@@ -106,7 +106,7 @@ class Session:
                 f"max_prompt_tokens={longest}, but a prompt that grows needs chunked prefill; give prefill_block, such as 512"
             )
         policy = get_policy(policy, budget=budget).bind(params.config)
-        (ids,), _ = token_ids(params, prompt, one=True)
+        ids = list(token_ids(params, prompt, one=True)[0][0])
         messages = _messages(prompt)
         if messages and messages[-1]["role"] != "user":
             ids = params.tokenizer.encode(turns.history(params.tokenizer, messages), add_special=False)

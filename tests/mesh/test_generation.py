@@ -57,6 +57,23 @@ def test_slots_on_several_devices(uneven, prompts):
     assert replies[0] == replies[1]
 
 
+def test_a_second_call_traces_and_places_nothing(uneven, prompts, monkeypatch):
+    """Weights that are on the mesh stay as they are, and sizes of caches are computed once."""
+    shard = get_shard("model=2,sequence=2", uneven.config)
+    params = place_all(shard, uneven)
+    assert all(a is b for a, b in zip(jax.tree.leaves(place_all(shard, params)), jax.tree.leaves(params), strict=True))
+    first = kvjax.generate(params, prompts[0], **BITES)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("nothing is traced or moved")
+
+    for module, name in ((jax, "eval_shape"), (jax, "make_jaxpr"), (jax, "device_put")):
+        monkeypatch.setattr(module, name, refuse)
+    again = kvjax.generate(params, prompts[0], **BITES)
+    assert again.tokens == first.tokens
+    assert again.stats.repeated_cache_bytes == first.stats.repeated_cache_bytes > 0
+
+
 def test_questions_and_sampling(uneven, prompts):
     options = {**BITES, "question": [[1, 2], [3], [4, 5, 6]], "temperature": 0.8, "top_p": 0.9, "seed": 3}
     results = kvjax.generate(uneven, prompts[:3], mesh="data=2,model=2", **options)

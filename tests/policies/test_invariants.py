@@ -1,5 +1,6 @@
 """The invariants of every policy, checked on each one that is registered."""
 
+import copy
 import re
 from functools import partial
 
@@ -79,7 +80,7 @@ def test_leaves_keep_shape_and_type(policy):
 def test_equal_policies_share_one_program(policy, tiny):
     kvjax.generate(tiny, PROMPTS, policy=policy, **GREEDY)
     before = decoding.prefill.executables, decoding.decode.executables
-    same = kvjax.get_policy(policy)
+    same = copy.deepcopy(policy)
     assert same is not policy
     for prompts, seed in ((PROMPTS, 1), ([prompt[:50] for prompt in PROMPTS], 2)):
         kvjax.generate(tiny, prompts, policy=same, seed=seed, **GREEDY)
