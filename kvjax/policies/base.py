@@ -63,6 +63,15 @@ Attention = Literal["kept", "dense", "sparse"]
 P = TypeVar("P", bound="Policy")
 
 
+def _values(policy: "Policy") -> Any:
+    """Hyperparameters with their types."""
+    return tuple(_typed(getattr(policy, field.name)) for field in dataclasses.fields(policy) if field.compare)
+
+
+def _typed(value: Any) -> Any:
+    return tuple(map(_typed, value)) if isinstance(value, tuple) else (type(value), value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """Base of all policies: keeps every token, at its original position.
@@ -72,6 +81,19 @@ class Policy:
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo("")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("__eq__", "__hash__"):  # a dataclass does not replace those that its class has
+            if name not in vars(cls):
+                setattr(cls, name, vars(Policy)[name])
+
+    def __eq__(self, other: object) -> bool:
+        """Whether class and hyperparameters are equal, with their types: a budget of 1 is a token, and 1.0 is everything."""
+        return isinstance(other, Policy) and type(self) is type(other) and _values(self) == _values(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), _values(self)))
 
     def __post_init__(self) -> None:
         """Check the hyperparameters, and convert NumPy and JAX numbers to Python's. See `fields.check_fields`."""

@@ -27,7 +27,7 @@ from policies.driver import (
 import kvjax
 from kvjax.cache import LayerCache, Token, host_memory, layer_specs
 from kvjax.models.params import count
-from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, offloaded, quantized
+from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, get_policy, offloaded, quantized
 from kvjax.policies.families.ragged import Ragged
 from kvjax.policies.transforms.quantize import PackedCache
 from kvjax.policies.transforms.rotated import RotatedCache
@@ -405,3 +405,12 @@ def start(policy: Policy, params, new_tokens: int = NEW):
     specs, args, prompt = inputs_of(policy, params, new_tokens)
     state, _ = decoding.prefill(policy, specs, params, *prompt, *args)
     return specs, args, state
+
+
+def test_a_budget_of_one_token_is_not_all_tokens(tiny):
+    """1 and 1.0 are equal in Python, so that what is cached by policy could mix them up."""
+    sizes = [kvjax.Engine(tiny, "knorm:dense_layers=0", budget, prompt_len=200).cache_bytes for budget in (1, 1.0, 1)]
+    assert sizes[0] == sizes[2] < sizes[1]
+    one, every, again = (by_layer([get_policy("knorm", budget=budget)] * 2) for budget in (1, 1.0, 1))
+    assert one != every
+    assert (one, hash(one)) == (again, hash(again))
