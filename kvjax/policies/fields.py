@@ -16,7 +16,8 @@ def check_fields(policy: Any, **least: int | float) -> None:
     """Raise `PolicyError` if a hyperparameter of `policy` is out of range.
 
     A `budget` is checked by `check_budget`, and a budget in tokens by `policy.validate`, too. A `Literal` field must
-    have one of its values, and a numeric field a finite number. NumPy and JAX numbers become Python's.
+    have one of its values, and a numeric field a finite number. NumPy and JAX numbers become Python's, and those of a
+    field of type `float` become floats.
 
     Args:
         policy: a policy that is being constructed.
@@ -47,6 +48,8 @@ def check_fields(policy: Any, **least: int | float) -> None:
             )
         if isinstance(values[field], int) and values[field] > MOST:
             raise PolicyError(f"{name}: {field}={short(values[field])} is too large. Give {MOST} or less.")
+        if float in kinds and int not in kinds:  # 1 and 1.0 give equal policies where they mean the same
+            object.__setattr__(policy, field, float(values[field]))
     for field, bound in least.items():
         if values[field] is not None and values[field] < bound:
             raise PolicyError(f"{name}: {field}={values[field]} is too small. Give {bound} or more.")
