@@ -26,7 +26,7 @@ def project(monkeypatch: pytest.MonkeyPatch) -> dict:
     return described
 
 
-@pytest.mark.parametrize("extra", ["cuda", "eval", "lm-eval", "plot", "tpu"])
+@pytest.mark.parametrize("extra", ["cuda", "eval", "lm-eval", "plot", "tpu", "tunix"])
 def test_commands_name_the_packages_of_the_extra(project: dict, extra: str) -> None:
     command = extras.install(extra)
     words = re.findall(r"'([^']+)'", command.removeprefix("pip install "))
