@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount
@@ -76,10 +77,9 @@ def _rollout_class() -> type[Any]:
         options: dict[str, Any]
 
         def __init__(self, rollout_actor: Any, tokenizer: Any, mesh: Mesh, rollout_config: Any) -> None:
-            from flax import nnx
-
             config = config_of(rollout_actor)
-            state = nnx.state(rollout_actor)
+            state = nnx.state(rollout_actor, nnx.Param)
+            check_on_device(state)
             dtype = rollout_config.data_type or getattr(rollout_actor.config, "dtype", None)
             self._mesh = mesh_from(mesh)
             policy = get_policy(self.options["policy"], budget=self.options["budget"]).bind(config)
@@ -230,6 +230,16 @@ def seed_of(seed: Any) -> int:
     return int(np.asarray(data).ravel()[-1])
 
 
+def check_on_device(state: Any) -> None:
+    """Raise `ValueError` for weights in host memory."""
+    for leaf in jax.tree.leaves(state):
+        if leaf.sharding.memory_kind not in (None, next(iter(leaf.devices())).default_memory().kind):
+            raise ValueError(
+                f"tunix: the weights are in {leaf.sharding.memory_kind!r} memory. Offloading is not supported: set "
+                "offload_to_cpu=False in ClusterConfig."
+            )
+
+
 def mesh_from(mesh: Mesh) -> Mesh | None:
     """kvjax's mesh over the devices of tunix's; None for one device.
 
@@ -238,7 +248,7 @@ def mesh_from(mesh: Mesh) -> Mesh | None:
     """
     if mesh.size <= 1:
         return None
-    sizes = {"data": [], "model": []}
+    sizes: dict[str, list[int]] = {"data": [], "model": []}
     for name, size in mesh.shape.items():
         if name in AXES:
             sizes[AXES[str(name)]].append(size)

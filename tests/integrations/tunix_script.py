@@ -1,5 +1,7 @@
 """Checks of `kvjax.integrations.tunix` against tunix itself, run by `test_tunix.py` in an environment that has tunix."""
 
+# pyright: reportMissingImports=false
+
 import dataclasses
 import sys
 from typing import Any
@@ -190,6 +192,21 @@ def check_compressed() -> None:
     assert max(differences) > 1e-3, differences
 
 
+def cluster(actor: Any, policy: str, config: RolloutConfig, **options: Any) -> RLCluster:
+    return RLCluster(
+        actor=actor,
+        reference=model("qwen2"),
+        tokenizer=Characters(),
+        cluster_config=ClusterConfig(
+            role_to_mesh={Role.ACTOR: MESH, Role.REFERENCE: MESH, Role.ROLLOUT: MESH},
+            rollout_engine=rollout_engine(policy),
+            training_config=RLTrainingConfig(actor_optimizer=optax.sgd(0.5), eval_every_n_steps=10, max_steps=2),
+            rollout_config=config,
+            **options,
+        ),
+    )
+
+
 def check_refused() -> None:
     actor = model("qwen2")
     ours = engine(actor)
@@ -202,35 +219,25 @@ def check_refused() -> None:
         with pytest.raises(ValueError, match=says):
             ours.update_params(params)
     ours.generate(PROMPTS[:1], ROLLOUT)  # nothing has changed
+    with pytest.raises(ValueError, match="set offload_to_cpu=False"):
+        cluster(actor, "full", ROLLOUT, offload_to_cpu=True)
 
 
 def check_grpo() -> None:
     """Two steps of GRPO, in which tunix passes its new weights to the engine."""
     actor = model("qwen2")
     config = dataclasses.replace(ROLLOUT, temperature=1.0, top_p=1.0)
-    cluster = RLCluster(
-        actor=actor,
-        reference=model("qwen2"),
-        tokenizer=Characters(),
-        cluster_config=ClusterConfig(
-            role_to_mesh={Role.ACTOR: MESH, Role.REFERENCE: MESH, Role.ROLLOUT: MESH},
-            rollout_engine=rollout_engine("rkv", 16),
-            training_config=RLTrainingConfig(
-                actor_optimizer=optax.sgd(0.5), eval_every_n_steps=10, max_steps=2, checkpoint_root_directory=None
-            ),
-            rollout_config=config,
-        ),
-    )
+    made = cluster(actor, "rkv:16", config)
     learner = GRPOLearner(
-        rl_cluster=cluster,
+        rl_cluster=made,
         algo_config=GRPOConfig(num_generations=2, num_iterations=2, beta=0.04),
         reward_fns=lambda prompts, completions, **_: [float(sum(map(ord, text)) % 7) for text in completions],
     )
     assert learner.should_sync_weights
-    before = np.asarray(cluster.rollout.model().layers[0].attn.q)
+    before = np.asarray(made.rollout.model().layers[0].attn.q)
     learner.train([{"prompts": np.array(PROMPTS[:2])}, {"prompts": np.array(PROMPTS[2:])}])
-    trained = np.asarray(cluster.actor_trainer.model.layers[0].attn.q_proj.w[...])
-    ours = np.asarray(cluster.rollout.model().layers[0].attn.q)
+    trained = np.asarray(made.actor_trainer.model.layers[0].attn.q_proj.w[...])
+    ours = np.asarray(made.rollout.model().layers[0].attn.q)
     np.testing.assert_array_equal(ours, trained.reshape(48, 64).T)
     assert np.abs(ours - before).max() > 0
 
