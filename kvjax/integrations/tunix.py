@@ -7,6 +7,7 @@ Needs the `tunix` extra. `docs/howto/rollouts.md` explains the two kinds of log-
 """
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -90,25 +91,26 @@ def _rollout_class() -> type[Any]:
             self._config = rollout_config
             self._rollouts: Rollouts | None = None
             self._drawn = 0
+            self._lock = threading.Lock()  # tunix's agents call from several threads
 
         def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
             """Sample one answer to each prompt."""
             ids = [self._encode(prompt) for prompt in prompts]
             length = padded_length(ids, rollout_config.max_prompt_length)
-            filters = filters_of(rollout_config)
-            rollouts = self._sized(len(ids), length, rollout_config.max_tokens_to_generate, set(filters))
-            seed = self._drawn if rollout_config.seed is None else seed_of(rollout_config.seed)
-            self._drawn += len(ids)
+            new, filters = rollout_config.max_tokens_to_generate, filters_of(rollout_config)
             ends = list(rollout_config.eos_tokens or [self.eos_id()])
-            samples = sampled(
-                rollouts,
-                ids,
-                max_new_tokens=rollout_config.max_tokens_to_generate,
-                temperature=rollout_config.temperature,
-                seed=seed % 2**32,
-                eos_ids=ends,
-                **filters,
-            )
+            with self._lock:
+                seed = self._drawn if rollout_config.seed is None else seed_of(rollout_config.seed)
+                self._drawn += len(ids)
+                samples = sampled(
+                    self._sized(len(ids), length, new, set(filters)),
+                    ids,
+                    max_new_tokens=new,
+                    temperature=rollout_config.temperature,
+                    seed=seed % 2**32,
+                    eos_ids=ends,
+                    **filters,
+                )
             return base.RolloutOutput(
                 text=[
                     self._tokenizer.decode([token for token in sample.tokens if token not in ends])
@@ -125,25 +127,30 @@ def _rollout_class() -> type[Any]:
         def get_per_token_logps(
             self, prompt_tokens: Any, completion_tokens: Any, completion_mask: Any = None
         ) -> jax.Array:
-            """Log-probabilities with the full cache, [B, T], after temperature; 0 where a completion is padded."""
+            """Log-probabilities of completions with the full cache, [B, T], of logits / temperature.
+
+            They are 0 where `completion_mask` [B, T] is 0, by default at padding tokens. Others do not attend there.
+            """
             prompts, answers = np.asarray(prompt_tokens), np.asarray(completion_tokens)
             mask = answers != self.pad_id() if completion_mask is None else np.asarray(completion_mask) != 0
             found = np.zeros(answers.shape, np.float32)
-            scores = answer_logprobs(
-                self._scoring(),
-                [row[row != self.pad_id()].tolist() for row in prompts],
-                [row[kept].tolist() for row, kept in zip(answers, mask, strict=True)],
-                self._config.temperature or 1.0,
-            )
+            with self._lock:
+                scores = answer_logprobs(
+                    self._scoring(),
+                    [row[row != self.pad_id()].tolist() for row in prompts],
+                    [row[kept].tolist() for row, kept in zip(answers, mask, strict=True)],
+                    self._config.temperature or 1.0,
+                )
             for row, kept, score in zip(found, mask, scores, strict=True):
                 row[kept] = score
             return jnp.asarray(found)
 
         def update_params(self, params: Any, filter_types: Any = None) -> None:
             """Use other weights. Nothing is compiled, and memory never holds two sets of kvjax's weights."""
-            updated = self._weights.update(params)
-            if self._rollouts is not None:
-                self._rollouts.update(updated)
+            with self._lock:
+                updated = self._weights.update(params)
+                if self._rollouts is not None:
+                    self._rollouts.update(updated)
 
         def pad_id(self) -> int:
             """The tokenizer's padding token."""

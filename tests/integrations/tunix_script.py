@@ -4,6 +4,7 @@
 
 import dataclasses
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -177,6 +178,9 @@ def check_sampling() -> None:
     one, two = ours.generate(PROMPTS, seeded), ours.generate(PROMPTS, seeded)
     assert [a.tolist() for a in one.tokens] == [a.tolist() for a in two.tokens]
     assert one.logprobs is None
+    with ThreadPoolExecutor(4) as pool:  # as agents call it
+        threads = list(pool.map(lambda prompt: ours.generate([prompt], seeded).tokens[0].tolist(), PROMPTS * 2))
+    assert threads == [ours.generate([prompt], seeded).tokens[0].tolist() for prompt in PROMPTS] * 2
     best = dataclasses.replace(config, top_k=1)
     greedy = ours.generate(PROMPTS, ROLLOUT)
     assert [a.tolist() for a in ours.generate(PROMPTS, best).tokens] == [a.tolist() for a in greedy.tokens]

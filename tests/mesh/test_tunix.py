@@ -42,3 +42,19 @@ def test_weights_and_rollouts_over_tunix_meshes(axes, shape, uneven, prompts) ->
 def test_other_axes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"an axis 'sp' of 2\. Use axes among fsdp"):
         mesh_from(Mesh(devices(2, 2), ("tp", "sp")))
+
+
+def test_rollouts_on_another_device_than_the_trainer(uneven, prompts) -> None:
+    """All arrays are copies then, and each is freed before its successor is made."""
+    there = jax.devices()[1]
+    weights = Weights(uneven.config, theirs(uneven), jnp.float32, get_shard(None, uneven.config), there)
+    before = weights.params
+    assert {device for leaf in jax.tree.leaves(before) for device in leaf.devices()} == {there}
+    sizes = {"rows": 4, "max_prompt_tokens": 64, "max_new_tokens": 8}
+    rollouts = Rollouts(before, "rkv:40", **sizes)
+    want = Rollouts(uneven, "rkv:40", **sizes).generate(prompts, temperature=0.0)
+    rollouts.update(weights.update(theirs(uneven)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    found = rollouts.generate(prompts, temperature=0.0)
+    assert [[sample.tokens for sample in group] for group in found] == [[s.tokens for s in group] for group in want]
+    assert rollouts.batches[0].weights.embed.devices() == {there}
