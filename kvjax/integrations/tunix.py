@@ -9,7 +9,7 @@ Needs the `tunix` extra. `docs/howto/rollouts.md` explains the two kinds of log-
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -89,7 +89,12 @@ def _rollout_class() -> type[Any]:
             self._weights = Weights(config, state, dtype or jax.tree.leaves(state)[0].dtype, shard, device)
             self._tokenizer = tokenizer if isinstance(tokenizer, adapter) else adapter(tokenizer)
             self._config = rollout_config
+            self._rows: int | None = self.options["rows"]
             self._rollouts: Rollouts | None = None
+            # Sizes that the policy cannot have are refused here. Nothing is compiled or allocated.
+            self._made(
+                1, rollout_config.max_prompt_length, rollout_config.max_tokens_to_generate, filters_of(rollout_config)
+            )
             self._drawn = 0
             self._lock = threading.Lock()  # tunix's agents call from several threads
 
@@ -179,13 +184,16 @@ def _rollout_class() -> type[Any]:
                 length, new = max(length, now.max_prompt_tokens), max(new, now.max_new_tokens)
                 if (length, new) == (now.max_prompt_tokens, now.max_new_tokens) and filters <= now.batches[0].sampling:
                     return now
-            self._rollouts = None  # what it compiled stays in the programs' caches
-            self._rows = self.options["rows"] or getattr(self, "_rows", prompts)
-            self._rollouts = Rollouts(
+            self._rows = self._rows or prompts
+            self._rollouts = self._made(self._rows, length, new, filters)
+            return self._rollouts
+
+        def _made(self, rows: int, length: int, new: int, filters: Collection[str]) -> Rollouts:
+            return Rollouts(
                 self._weights.params,
                 self.options["policy"],
                 self.options["budget"],
-                rows=self._rows,
+                rows=rows,
                 max_prompt_tokens=length,
                 max_new_tokens=new,
                 filters=sorted(filters),
@@ -193,7 +201,6 @@ def _rollout_class() -> type[Any]:
                 prefill_block=self.options["prefill_block"],
                 mesh=self._mesh,
             )
-            return self._rollouts
 
     return KVJaxRollout
 

@@ -223,6 +223,8 @@ def check_refused() -> None:
         with pytest.raises(ValueError, match=says):
             ours.update_params(params)
     ours.generate(PROMPTS[:1], ROLLOUT)  # nothing has changed
+    with pytest.raises(ValueError, match="streaming_llm: a budget of 2"):
+        engine(actor, "streaming_llm", budget=2)
     with pytest.raises(ValueError, match="set offload_to_cpu=False"):
         cluster(actor, "full", ROLLOUT, offload_to_cpu=True)
 
