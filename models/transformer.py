@@ -65,8 +65,10 @@ def forward(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
 
 
 @any_rank
-def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE) -> Float[Array, "B T-1"]:
-    """Log-probability of each token given those before it, from the second token on.
+def token_logprobs(
+    params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE_DEVICE, temperature: float | Array = 1.0
+) -> Float[Array, "B T-1"]:
+    """Log-probability of each token given those before it, from the second token on, under softmax(logits / temperature).
 
     Only `HEAD_BLOCK` positions pass through the vocabulary head at a time, so no [B, T, V] array is needed.
     """
@@ -77,7 +79,7 @@ def token_logprobs(params: Params, tokens: Int[Array, "B T"], shard: Shard = ONE
     targets = jnp.pad(tokens[:, 1:], [(0, 0), (0, pad)]).reshape(batch, -1, HEAD_BLOCK)
 
     def score(block: tuple[Array, Array]) -> Array:
-        logits = _logits(params, block[0], shard)
+        logits = _logits(params, block[0], shard) / temperature
         chosen = jnp.take_along_axis(logits, block[1][..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 

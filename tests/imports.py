@@ -27,7 +27,7 @@ ROWS = (
     ("kvjax.models",),
     ("kvjax.conversion",),
     ("kvjax.runtime",),
-    ("kvjax.calibration", "kvjax.plots"),
+    ("kvjax.calibration", "kvjax.integrations", "kvjax.plots"),
     ("kvjax.analysis",),
     ("kvjax.evals",),
     ("kvjax.bench",),

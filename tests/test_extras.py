@@ -1,7 +1,7 @@
 """What is missing is named as it can be installed: by the packages' own names, since kvjax may have come from anywhere."""
 
 import importlib.metadata
-import re
+import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -26,10 +26,10 @@ def project(monkeypatch: pytest.MonkeyPatch) -> dict:
     return described
 
 
-@pytest.mark.parametrize("extra", ["cuda", "eval", "lm-eval", "plot", "tpu"])
+@pytest.mark.parametrize("extra", ["cuda", "eval", "lm-eval", "plot", "tpu", "tunix"])
 def test_commands_name_the_packages_of_the_extra(project: dict, extra: str) -> None:
     command = extras.install(extra)
-    words = re.findall(r"'([^']+)'", command.removeprefix("pip install "))
+    words = shlex.split(command.removeprefix("pip install "))
     assert [Requirement(word) for word in words] == list(map(Requirement, project["optional-dependencies"][extra]))
 
 

@@ -60,6 +60,21 @@ def test_log_probabilities_with_the_full_cache(rollouts, tiny):
         np.testing.assert_allclose(logprobs, want, atol=1e-5)
 
 
+def test_log_probabilities_after_temperature(tiny):
+    """With `full`, samples' log-probabilities are those of the full cache, whichever temperature both are asked for."""
+    given = prompts(2)
+    sizes = {"rows": 3, "max_prompt_tokens": 64, "max_new_tokens": 16}
+    plain, scaled = Rollouts(tiny, **sizes), Rollouts(tiny, scaled_logprobs=True, **sizes)
+    for temperature in (0.5, 0.0):
+        pairs = [each.generate(given, max_new_tokens=9, temperature=temperature) for each in (plain, scaled)]
+        (before, after) = ([sample for (sample,) in samples] for samples in pairs)
+        assert [sample.tokens for sample in before] == [sample.tokens for sample in after]
+        for samples, divided in ((before, 1.0), (after, temperature or 1.0)):
+            want = plain.token_logprobs(given, [sample.tokens for sample in samples], divided)
+            for sample, logprobs in zip(samples, want, strict=True):
+                np.testing.assert_allclose(sample.logprobs, logprobs, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -104,6 +104,7 @@ class Batch:
         given: maximum number of given tokens of a job.
         ends: maximum number of end tokens of a job.
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
+        scaled_logprobs: whether log-probabilities are those of logits / temperature.
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
@@ -127,6 +128,7 @@ class Batch:
         given: int = 0,
         ends: int = 8,
         sampling: Collection[str] = (),
+        scaled_logprobs: bool = False,
         read_sizes: Sequence[int] | None = None,
         mixed: bool = True,
         dtype: Any = None,
@@ -153,7 +155,7 @@ class Batch:
         self.specs = tuple(dataclasses.replace(spec, mixed=mixed) for spec in self.engine.specs)
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
-        self.sampling = frozenset(sampling)
+        self.sampling, self.scaled_logprobs = frozenset(sampling), scaled_logprobs
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
         self.read_sizes = sorted({min(size, longest) for size in (*(read_sizes or parts), longest)})
@@ -339,6 +341,7 @@ class Batch:
             top_k=numbers("top_k", np.iinfo(np.int32).max, np.int32),
             top_p=numbers("top_p", 1.0, np.float32),
             min_p=numbers("min_p", 0.0, np.float32),
+            scaled=self.scaled_logprobs,
         )
 
 

@@ -34,7 +34,7 @@ from kvjax.runtime.program import (
     Program,
 )
 from kvjax.runtime.reading import layers_of, read_prompts
-from kvjax.runtime.sampling import Sampler
+from kvjax.runtime.sampling import Sampler, Sampling
 
 CHUNK = 256
 """Maximum number of tokens that one call of the decode program returns."""
@@ -415,8 +415,13 @@ def _extend(
 def sample_token(
     logits: Float[Array, "B V"], sampler: Sampler, seed: UInt32[Array, " B"], pos: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Sample a token for position `pos` of each row. Returns tokens and their log-probabilities before temperature and filters."""
+    """Sample a token for position `pos` of each row. Returns tokens and their log-probabilities.
+
+    These are before filters, and before temperature unless the sampler is `scaled`.
+    """
     token = sampler(logits, seed, pos)
+    if isinstance(sampler, Sampling) and sampler.scaled:
+        logits = sampler.tempered(logits)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -39,8 +39,8 @@ class Sample:
     Attributes:
         text: new text, without special tokens; None if the model has no tokenizer.
         tokens: new token ids, including a sampled end token.
-        logprobs: log-probability of each token under the model with this policy's cache, before temperature and
-            filters.
+        logprobs: log-probability of each token under the model with this policy's cache, before filters. It is before
+            temperature too, unless the rollouts have `scaled_logprobs`.
         stop_reason: "eos" or "length".
     """
 
@@ -60,6 +60,7 @@ class Rollouts:
         max_prompt_tokens: maximum length of a prompt in tokens.
         max_new_tokens: maximum number of tokens of an answer.
         filters: which filters calls of `generate` may use, of `FILTERS`. Each takes time in every step.
+        scaled_logprobs: whether log-probabilities of samples are those of logits / temperature.
         prefill_block, mesh: as for `kvjax.generate`. Along an axis "data", devices have equal shares of the rows.
 
     Raises:
@@ -76,6 +77,7 @@ class Rollouts:
         max_prompt_tokens: int,
         max_new_tokens: int,
         filters: Collection[str] = (),
+        scaled_logprobs: bool = False,
         prefill_block: int | None = None,
         mesh: Mesh | str | None = None,
     ) -> None:
@@ -98,6 +100,7 @@ class Rollouts:
                 block=prefill_block,
                 ends=max(len(params.config.eos), 8),
                 sampling={"temperature", *filters},
+                scaled_logprobs=scaled_logprobs,
                 mesh=devices,
             )
             for weights, devices in parts
@@ -185,20 +188,30 @@ class Rollouts:
             for prompt, group in zip(ids, tickets, strict=True)
         ]
 
-    def token_logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probabilities of given answers with the full cache, before temperature and filters.
+    def token_logprobs(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """Log-probabilities of given answers with the full cache, before filters.
 
         Args:
             prompts, answers: token ids, at least one of each prompt.
+            temperature: number that logits are divided by.
 
         Returns:
             An array [len(answer)] for each pair.
         """
-        found = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            size = len(prompt) + len(answer)
-            tokens = np.zeros((1, bucket(size)), np.int32)
-            tokens[0, :size] = [*prompt, *answer]
-            scores = np.asarray(logprobs.token_logprobs(self.batches[0].weights, jnp.asarray(tokens)))
-            found.append(scores[0, len(prompt) - 1 : size - 1])
-        return found
+        return answer_logprobs(self.batches[0].weights, prompts, answers, temperature)
+
+
+def answer_logprobs(
+    params: Params, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[np.ndarray]:
+    """As `Rollouts.token_logprobs`, for these weights. There is a program for each bucket of lengths."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        size = len(prompt) + len(answer)
+        tokens = np.zeros((1, bucket(size)), np.int32)
+        tokens[0, :size] = [*prompt, *answer]
+        scores = np.asarray(logprobs.token_logprobs(params, jnp.asarray(tokens), temperature))
+        found.append(scores[0, len(prompt) - 1 : size - 1])
+    return found

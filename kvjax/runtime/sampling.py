@@ -49,18 +49,20 @@ class Sampling:
         top_k: keep the k most likely tokens, and ties with the k-th.
         top_p: keep the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
         min_p: keep tokens with at least this fraction of the highest probability (Nguyen et al. 2024).
+        scaled: whether log-probabilities of sampled tokens are those of logits / temperature.
     """
 
     temperature: Float[Array, "..."]
     top_k: Int[Array, "..."] | None = None
     top_p: Float[Array, "..."] | None = None
     min_p: Float[Array, "..."] | None = None
+    scaled: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
     ) -> Int[Array, " B"]:
         greedy, temperature = Greedy()(logits, seed, pos), jnp.broadcast_to(self.temperature, seed.shape)
-        logits = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+        logits = self.tempered(logits)
         for limit, keep in ((self.top_k, _top_k), (self.top_p, _top_p), (self.min_p, _min_p)):
             if limit is not None:
                 logits = jnp.where(keep(logits, jnp.broadcast_to(limit, seed.shape)[:, None]), logits, -jnp.inf)
@@ -69,6 +71,11 @@ class Sampling:
             return categorical(jax.random.fold_in(random_key(seed), pos), logits)
 
         return jnp.where(temperature > 0, jax.vmap(sample)(logits, seed, pos).astype(jnp.int32), greedy)
+
+    def tempered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Logits divided by the temperature; unchanged in greedy rows."""
+        temperature = jnp.broadcast_to(self.temperature, logits.shape[:1])
+        return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def make_sampler(

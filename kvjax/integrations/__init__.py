@@ -1,0 +1,1 @@
+"""kvjax as a part of other libraries. Each is imported on first use."""

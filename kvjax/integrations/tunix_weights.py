@@ -1,0 +1,192 @@
+"""Weights of tunix's models as kvjax's `Params`: names, layouts, and their exchange without a second copy in memory.
+
+tunix stores projections for einsums: queries [D, N, H], outputs [N, H, D], MLPs [inputs, outputs]. kvjax stores all as
+[outputs, inputs], so each matrix is a re-laid copy. The embedding, norms and biases have the same layout in both, and
+are shared. D model dim, N heads, H head dim.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from kvjax.cache import Shard
+from kvjax.config import ModelConfig, RopeConfig
+from kvjax.models import Params, abstract
+from kvjax.models.params import tree_map_named
+from kvjax.models.sharding import place
+
+ROPE_THETA = 1_000_000
+"""Base of the rotary embedding in tunix's Qwen3 and Llama 3, which do not read `rope_theta` of their configuration."""
+
+MAX_POSITION = 1 << 17
+"""Window in tokens. tunix's models have none."""
+
+_LAYER = {
+    "attn_norm": "input_layernorm.w",
+    "attn.q": "attn.q_proj.w",
+    "attn.k": "attn.k_proj.w",
+    "attn.v": "attn.v_proj.w",
+    "attn.o": "attn.o_proj.w",
+    "attn.q_bias": "attn.q_bias",
+    "attn.k_bias": "attn.k_bias",
+    "attn.v_bias": "attn.v_bias",
+    "attn.q_norm": "attn.q_norm.w",
+    "attn.k_norm": "attn.k_norm.w",
+    "mlp_norm": "post_attention_layernorm.w",
+    "mlp.gate": "mlp.gate_proj.kernel",
+    "mlp.up": "mlp.up_proj.kernel",
+    "mlp.down": "mlp.down_proj.kernel",
+}
+"""tunix's names within a layer, by those of kvjax."""
+
+_MODEL = {"embed": "embedder.input_embedding", "norm": "final_norm.w", "head": "lm_head.w"}
+
+
+def config_of(model: Any) -> ModelConfig:
+    """Configuration of a tunix model: `Qwen2`, dense `Qwen3` or `Llama3`.
+
+    Raises:
+        ValueError: another model.
+    """
+    name, given = type(model).__name__, getattr(model, "config", None)
+    if name not in ("Qwen2", "Qwen3", "Llama3") or given is None:
+        raise ValueError(f"tunix: {name} is not supported. Use a model of tunix.models.qwen2, qwen3 or llama3.")
+    if getattr(given, "num_experts", None):
+        raise ValueError(
+            f"tunix: this {name} has {given.num_experts} experts, which is not supported. Use a dense model."
+        )
+    return ModelConfig(
+        family="llama" if name == "Llama3" else name.lower(),
+        vocab_size=given.vocab_size,
+        hidden_size=given.embed_dim,
+        intermediate_size=given.hidden_dim,
+        num_layers=given.num_layers,
+        num_heads=given.num_heads,
+        num_kv_heads=given.num_kv_heads,
+        head_dim=given.head_dim,
+        max_position=MAX_POSITION,
+        rope=RopeConfig(theta=float(given.rope_theta if name == "Qwen2" else ROPE_THETA), dim=given.head_dim),
+        norm_eps=given.norm_eps,
+        tied=given.weight_tying if name == "Llama3" else given.use_tied_embedding,
+        qkv_bias=name == "Qwen2",
+        qk_norm=name == "Qwen3",
+    )
+
+
+def named(state: Any) -> dict[str, Any]:
+    """Arrays of an `nnx.State` or of nested dicts, by dotted name."""
+    found: dict[str, Any] = {}
+
+    def visit(tree: Any, name: str) -> None:
+        if isinstance(tree, Mapping):
+            for key, value in tree.items():
+                visit(value, f"{name}.{key}" if name else str(key))
+        else:
+            found[name] = tree
+
+    visit(nnx.to_pure_dict(state) if isinstance(state, nnx.State) else state, "")
+    return found
+
+
+def tunix_name(name: str) -> str:
+    """tunix's name of a parameter, by that of kvjax: `layers.3.attn.q` is `layers.3.attn.q_proj.w`."""
+    if name in _MODEL:
+        return _MODEL[name]
+    layers, number, rest = name.split(".", 2)
+    return f"{layers}.{number}.{_LAYER[rest]}"
+
+
+class Weights:
+    """kvjax's weights of a tunix model.
+
+    Args:
+        config: the model's configuration.
+        state: all parameters of the model, as `nnx.state(model, nnx.Param)`.
+        dtype: type of kvjax's weights. Parameters of another type are converted, and then not shared.
+        shard: the devices.
+        device: the device, where there is no mesh.
+
+    Raises:
+        ValueError: as `update`.
+    """
+
+    def __init__(self, config: ModelConfig, state: Any, dtype: Any, shard: Shard, device: Any) -> None:
+        self._shapes, self._shard, self._device = abstract(config, dtype), shard, device
+        self._own: dict[str, Any] = {}  # arrays that the model does not share
+        self.params: Params = self.update(state)
+
+    def update(self, state: Any) -> Params:
+        """Replace the weights.
+
+        Each matrix is freed before its successor is made, so memory never holds two sets. The former `params` cannot be
+        used any more.
+
+        Raises:
+            ValueError: the names or shapes are not those of the model. Nothing has changed then.
+        """
+        given = named(state)
+        self._check(given)
+
+        def replaced(name: str, to: jax.ShapeDtypeStruct) -> Any:
+            if (old := self._own.pop(name, None)) is not None:
+                old.delete()
+            source = array = given[tunix_name(name)]
+            if self._shard.mesh is None:  # not copied if it is there
+                array = jax.device_put(array, SingleDeviceSharding(self._device))
+            is_own = array.devices() != source.devices()
+            if len(to.shape) == 2 and name != "embed":
+                array, is_own = _relaid(array, to.shape, to.dtype), True
+            elif array.dtype != to.dtype:
+                array, is_own = array.astype(to.dtype), True
+            if self._shard.mesh is not None:
+                array = place(self._shard, name, array)
+            if is_own:
+                self._own[name] = array
+            return array
+
+        self.params = tree_map_named(replaced, self._shapes)
+        return self.params
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        wanted: dict[str, tuple[str, Any]] = {}
+        tree_map_named(lambda name, shape: wanted.setdefault(tunix_name(name), (name, shape)), self._shapes)
+        if missing := sorted(wanted.keys() - given.keys()):
+            raise ValueError(
+                f"tunix: the parameters have no {missing[0]!r}{_more(missing)}. Pass all parameters, as of "
+                "nnx.state(model, nnx.Param)."
+            )
+        if unknown := sorted(given.keys() - wanted.keys()):
+            raise ValueError(
+                f"tunix: the parameter {unknown[0]!r}{_more(unknown)} has no counterpart. LoRA is not supported: merge "
+                "adapters into the weights."
+            )
+        for name, (own, shape) in wanted.items():
+            outputs, *inputs = shape.shape
+            size = given[name].shape
+            fits = size == shape.shape
+            if inputs and own != "embed":  # [D, N, H], [N, H, D] or [inputs, outputs]
+                fits = _joined(size, inputs[0], outputs)
+            if not fits:
+                raise ValueError(f"tunix: {name} has the shape {size}, which is not that of the model's configuration.")
+
+
+def _joined(size: tuple[int, ...], inputs: int, outputs: int) -> bool:
+    """Whether leading axes are the inputs and the other axes the outputs."""
+    return math.prod(size) == inputs * outputs and inputs in itertools.accumulate(size, operator.mul)
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _relaid(array: Any, shape: tuple[int, int], dtype: Any) -> Any:
+    return jnp.reshape(array, shape[::-1]).T.astype(dtype)
