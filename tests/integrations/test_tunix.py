@@ -17,6 +17,7 @@ from integrations.tunix_layout import theirs
 from jax.sharding import Mesh
 
 from kvjax.cache.shard import ONE_DEVICE
+from kvjax.integrations import tunix_weights
 from kvjax.integrations.tunix import (
     filters_of,
     left_padded,
@@ -72,23 +73,29 @@ def named_of(params: Params) -> dict[str, Any]:
     return found
 
 
+def allocated() -> int:
+    """Bytes of all arrays. Arrays that share a buffer count once."""
+    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
+
+
 def test_an_update_frees_each_matrix_and_leaves_the_trainers_arrays(tiny: Params, monkeypatch) -> None:
     made, state = weights(tiny)
-    before = made.params
-    relaid, alive = sys.modules[Weights.__module__]._relaid, []
+    before, other = made.params, jax.tree.map(lambda x: x * 1.5, tiny)
+    trained = theirs(other)
+    relaid, held = tunix_weights._relaid, []
 
-    def counted(*args: Any) -> Any:
-        matrices = [layer.attn.q for layer in before.layers] + [layer.mlp.down for layer in before.layers]
-        alive.append(sum(not matrix.is_deleted() for matrix in matrices))
-        return relaid(*args)
+    def noted(*args: Any) -> Any:
+        made = relaid(*args)
+        held.append(allocated())
+        return made
 
-    monkeypatch.setattr(sys.modules[Weights.__module__], "_relaid", counted)
-    other = jax.tree.map(lambda x: x * 1.5, tiny)
-    made.update(theirs(other))
+    monkeypatch.setattr(tunix_weights, "_relaid", noted)
+    at_rest = allocated()
+    made.update(trained)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(made.params), jax.tree.leaves(other))
-    assert alive == sorted(alive, reverse=True)
-    assert alive[-1] == 0 < alive[0]
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert len(held) == 2 * 7 + 1
+    assert max(held) <= at_rest, "memory never holds two sets"
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, trained)))
     assert before.layers[1].mlp.down.is_deleted()
     assert not before.norm.is_deleted()
 
