@@ -343,6 +343,7 @@ def along_data(shard: Shard, params: Params) -> list[tuple[Params, Mesh | None]]
 
     def at(mesh: Mesh) -> Params:
         def held(leaf: jax.Array) -> jax.Array:
+            assert isinstance(leaf.sharding, NamedSharding)
             sharding = NamedSharding(mesh, leaf.sharding.spec)
             arrays = {each.device: each.data for each in leaf.addressable_shards}
             own = [arrays[device] for device in mesh.devices.flat]
