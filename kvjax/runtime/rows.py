@@ -140,11 +140,7 @@ def _insert(
     def write(old: Array, new: Array) -> Array:
         new = new.astype(old.dtype)
         for row in range(to.shape[0]):  # one slice after another: a scatter of whole rows is slower
-            there = to[row] < old.shape[0]
-            at = jnp.where(there, to[row], 0)
-            kept = jax.lax.dynamic_slice_in_dim(old, at, 1)
-            one = jnp.where(there, new[row : row + 1], kept)
-            old = jax.lax.dynamic_update_slice_in_dim(old, one, at, axis=0)
+            old = jax.lax.dynamic_update_slice_in_dim(old, new[row : row + 1], to[row], axis=0)
         return old
 
     return jax.tree.map(write, rows, new), token, logprob
@@ -252,8 +248,7 @@ insert = Program(
 )
 """`insert(policy, specs, rows, reading, request, to)`: write prefilled rows into rows `to`, and sample their first tokens.
 
-An index that is out of bounds inserts nothing. The reading remains, so that it can be inserted again with another
-seed. On a mesh with an axis `data`, `to` counts the rows of one device. Returns the batch (the old one is used up), and
+The reading remains, so that it can be inserted again with another seed. Returns the batch (the old one is used up), and
 the first tokens and their log-probabilities. These mean nothing in rows with given tokens.
 """
 
