@@ -30,6 +30,9 @@ from kvjax.runtime.memory import memory_limit
 CALLS = 3
 """Timed calls, after one that is not."""
 
+WHOLE = 2**31
+"""Tokens of a group that holds all rows."""
+
 
 class Case(NamedTuple):
     """What to prefill."""
@@ -70,6 +73,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", type=parsed)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
     parser.add_argument("--mesh")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[reading.AT_ONCE], help="padded tokens of a group")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = PRESETS[args.shape]
@@ -77,8 +81,8 @@ def main() -> None:
     out = args.out or Path(f"benchmarks/results/prefill-memory-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))
     params = init_on(shard, config, random_key(0), "bfloat16")
-    limit, at_once = memory_limit(shard), reading.AT_ONCE
-    for size in (at_once, 2**31):
+    limit = memory_limit(shard)
+    for size in (*args.at_once, WHOLE):
         reading.AT_ONCE = size
         decoding.prefill.forget()
         sizes = [{"batch": each.rows, "prompt_len": each.prompt, "max_new_tokens": each.new} for each in args.cases]
@@ -91,7 +95,7 @@ def main() -> None:
             row: dict[str, Any] = {
                 **case._asdict(),
                 "mesh": args.mesh,
-                "together": "whole" if size > at_once else size,
+                "together": "whole" if size == WHOLE else size,
                 "weights_bytes": memory.weights,
                 "cache_bytes": memory.cache,
                 "prefill_bytes": memory.prefill,
