@@ -55,6 +55,19 @@ def test_memory_does_not_grow_with_rows_but_for_the_cache(tiny, monkeypatch) -> 
     decoding.prefill.forget()
 
 
+def test_the_loop_keeps_no_copies_of_weights(tiny, monkeypatch) -> None:
+    """XLA computes what depends on weights alone before a loop, if it may: float32 copies of all of them, on a CPU."""
+    monkeypatch.setattr(reading, "AT_ONCE", 512)
+    decoding.prefill.forget()
+    engine = Engine(tiny.config, "full", batch=4, prompt_len=256, max_new_tokens=32)
+    program = engine.executables()[0].as_text()
+    decoding.prefill.forget()
+    before_the_loop = program[program.index("ENTRY") :]
+    assert "bf16[96,48]" in before_the_loop
+    assert "f32[96,48]" not in before_the_loop.replace("bf16[96,48]", "")
+    assert "f32[48,96]" not in before_the_loop.replace("bf16[48,96]", "")
+
+
 @pytest.mark.parametrize(
     ("rows", "length", "wanted"), [(1, 10**6, 1), (8, 16_384, 2), (6, 10_000, 3), (7, 16_384, 1), (64, 64, 64)]
 )

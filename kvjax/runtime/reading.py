@@ -56,12 +56,14 @@ def read_prompts(
 
     def group(i: Int[Array, ""], found: tuple[Array, tuple[Any, ...]]) -> tuple[Array, tuple[Any, ...]]:
         logits, caches = found
+        # Otherwise XLA computes what depends on weights alone before the loop, such as dequantised or merged copies of all.
+        own_params, i = jax.lax.optimization_barrier((params, i))
         part = [jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in (tokens, lengths, total)]
         into = [
             _Into(layer.policy, layer.spec, inner=layer, held=held, at=i * size)
             for layer, held in zip(layers, caches, strict=True)
         ]
-        own, caches = read(params, part[0], part[1], part[2], into)
+        own, caches = read(own_params, part[0], part[1], part[2], into)
         return jax.lax.dynamic_update_slice_in_dim(logits, own, i * size, 0), caches
 
     logits = jnp.zeros((rows, params.config.vocab_size), jnp.float32)
