@@ -12,6 +12,9 @@ from kvjax.policies import Policy, get_policy
 from kvjax.runtime import decoding, reading
 from kvjax.runtime.engine import Engine
 
+FITTED = {"attention_matching": 5e-3}
+"""Relative tolerance where a policy solves least squares, which magnifies rounding."""
+
 FAST = "full", "snapkv", "treekv", "kvzip", "quest"
 EVERY = [
     pytest.param(policy, id=policy.info.name, marks=() if policy.info.name in FAST else pytest.mark.slow)
@@ -37,7 +40,7 @@ def test_groups_of_rows_leave_what_all_rows_leave(policy: Policy, tiny, monkeypa
     groups, got = read()
     assert 2 in groups
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=FITTED.get(policy.info.name, 1e-6))
 
 
 def test_memory_does_not_grow_with_rows_but_for_the_cache(tiny, monkeypatch) -> None:
