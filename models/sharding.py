@@ -13,13 +13,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PRNGKeyArray
 
 from kvjax._util.arguments import shown
@@ -431,7 +431,48 @@ def _placed(shard: Shard, name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray):  # from a file: each device receives only its part
         whole = np.pad(array, padding) if any(more for _, more in padding) else array
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
-    return jax.device_put(jnp.pad(array, padding) if any(more for _, more in padding) else array, sharding)
+    return moved(_padded(array, tuple(padding)) if any(more for _, more in padding) else array, sharding)
+
+
+@partial(jax.jit, static_argnums=1)
+def _padded(array: jax.Array, padding: tuple[tuple[int, int], ...]) -> jax.Array:
+    return jnp.pad(array, padding)
+
+
+def moved(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Place an array on its devices, not by way of the host.
+
+    `jax.device_put` copies shards between devices, but copies the array to the host and back if it has not all of the
+    wanted shards. An array that is in place is not copied.
+
+    Args:
+        array: the array. If its devices are others than the wanted ones and its shards too, each of them temporarily
+            holds all of it.
+        sharding: the wanted devices and shards.
+    """
+    own, wanted = _shards(array.sharding, array.shape), _shards(sharding, array.shape)
+    if len(own) == 1 or not array.is_fully_addressable or set(wanted.values()) <= set(own.values()):
+        return jax.device_put(array, sharding)
+    if list(own) == list(wanted):
+        return _resharding(sharding)(array)
+    if own.keys() != wanted.keys():  # for the same devices in another order, `device_put` does this
+        everywhere = NamedSharding(Mesh(np.asarray(list(own)), ("copies",)), PartitionSpec())
+        array = _resharding(everywhere)(array).addressable_shards[0].data
+    return jax.device_put(array, sharding)
+
+
+def _shards(sharding: Sharding, shape: Sequence[int]) -> dict[Any, tuple[tuple[int, ...], ...]]:
+    """Part of an array on each device, in the order of devices."""
+    parts = sharding.devices_indices_map(tuple(shape))
+    return {
+        device: tuple(each.indices(size) for each, size in zip(part or (), shape, strict=True))
+        for device, part in parts.items()
+    }
+
+
+@lru_cache(maxsize=256)
+def _resharding(sharding: Sharding) -> Any:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def _matrix(name: str) -> str:

@@ -21,7 +21,7 @@ from kvjax.cache import Shard
 from kvjax.config import ModelConfig, RopeConfig
 from kvjax.models import Params, abstract
 from kvjax.models.params import tree_map_named
-from kvjax.models.sharding import place
+from kvjax.models.sharding import moved, place
 
 ROPE_THETA = 1_000_000
 """Base of the rotary embedding in tunix's Qwen3 and Llama 3, which do not read `rope_theta` of their configuration."""
@@ -140,15 +140,16 @@ class Weights:
                 old.delete()
             source = array = given[tunix_name(name)]
             if self._shard.mesh is None:  # not copied if it is there
-                array = jax.device_put(array, SingleDeviceSharding(self._device))
-            is_own = array.devices() != source.devices()
+                array = moved(array, SingleDeviceSharding(self._device))
+            is_own = False
             if len(to.shape) == 2 and name != "embed":
                 array, is_own = _relaid(array, to.shape, to.dtype), True
             elif array.dtype != to.dtype:
                 array, is_own = array.astype(to.dtype), True
             if self._shard.mesh is not None:
                 array = place(self._shard, name, array)
-            if is_own:
+            # On a device that both have, an array that was only moved may share the trainer's buffer.
+            if is_own or array.devices().isdisjoint(source.devices()):
                 self._own[name] = array
             return array
 

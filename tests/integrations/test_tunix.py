@@ -231,6 +231,6 @@ def test_with_tunix(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.split() == [
         word
-        for name in ("qwen2", "qwen3", "llama3", "sampling", "compressed", "refused", "grpo")
+        for name in ("qwen2", "qwen3", "llama3", "sampling", "compressed", "refused", "grpo", "several", "overlapping")
         for word in (name, "ok")
     ]

@@ -28,6 +28,8 @@ from kvjax.integrations.tunix import rollout_engine
 from kvjax.models.transformer import forward
 from kvjax.runtime import logprobs, rows
 
+jax.config.update("jax_num_cpu_devices", 4)
+
 SIZES: dict[str, Any] = {
     "num_layers": 2,
     "vocab_size": 64,
@@ -40,7 +42,13 @@ SIZES: dict[str, Any] = {
     "norm_eps": 1e-6,
 }
 PAD, END = 0, 1
-MESH = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+
+
+def mesh(devices: slice, *shape: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[devices]).reshape(shape), ("fsdp", "tp"))
+
+
+MESH = mesh(slice(1), 1, 1)
 PROMPTS = ["the sea", "once upon a time", "the sea", "a"]
 ROLLOUT = RolloutConfig(
     max_tokens_to_generate=12, max_prompt_length=24, kv_cache_size=64, temperature=0.0, top_p=None, return_logprobs=True
@@ -196,13 +204,15 @@ def check_compressed() -> None:
     assert max(differences) > 1e-3, differences
 
 
-def cluster(actor: Any, policy: str, config: RolloutConfig, **options: Any) -> RLCluster:
+def cluster(
+    actor: Any, policy: str, config: RolloutConfig, trainer: Mesh = MESH, rollout: Mesh = MESH, **options: Any
+) -> RLCluster:
     return RLCluster(
         actor=actor,
         reference=model("qwen2"),
         tokenizer=Characters(),
         cluster_config=ClusterConfig(
-            role_to_mesh={Role.ACTOR: MESH, Role.REFERENCE: MESH, Role.ROLLOUT: MESH},
+            role_to_mesh={Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: rollout},
             rollout_engine=rollout_engine(policy),
             training_config=RLTrainingConfig(actor_optimizer=optax.sgd(0.5), eval_every_n_steps=10, max_steps=2),
             rollout_config=config,
@@ -229,11 +239,11 @@ def check_refused() -> None:
         cluster(actor, "full", ROLLOUT, offload_to_cpu=True)
 
 
-def check_grpo() -> None:
+def check_grpo(trainer: Mesh = MESH, rollout: Mesh = MESH) -> None:
     """Two steps of GRPO, in which tunix passes its new weights to the engine."""
     actor = model("qwen2")
     config = dataclasses.replace(ROLLOUT, temperature=1.0, top_p=1.0)
-    made = cluster(actor, "rkv:16", config)
+    made = cluster(actor, "rkv:16", config, trainer, rollout)
     learner = GRPOLearner(
         rl_cluster=made,
         algo_config=GRPOConfig(num_generations=2, num_iterations=2, beta=0.04),
@@ -254,6 +264,8 @@ CHECKS: dict[str, Any] = {
     "compressed": check_compressed,
     "refused": check_refused,
     "grpo": check_grpo,
+    "several": lambda: check_grpo(mesh(slice(2), 2, 1), mesh(slice(2), 2, 1)),
+    "overlapping": lambda: check_grpo(mesh(slice(4), 2, 2), mesh(slice(2, 3), 1, 1)),
 }
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import HF_CONFIG, write_gguf, write_hf
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import kvjax
 from kvjax.conversion import mapped
 from kvjax.conversion.hf_config import from_hf
-from kvjax.models.sharding import get_shard, place_all
+from kvjax.models.sharding import get_shard, moved, place_all
 
 from . import processes
 
@@ -123,3 +124,38 @@ def test_each_process_reads_its_own(folder, tmp_path):
         for read, held in told:
             np.testing.assert_allclose(held[name], sums, rtol=1e-12)
             assert 0.4 * whole < read[name] < 0.58 * whole, (name, read[name], whole)
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        pytest.param(((0, 1, 2, 3), ("a", "b")), ((0, 1, 2, 3), ("b",)), id="same devices"),
+        pytest.param(((0, 1, 2, 3), ("a", "b")), ((3, 1, 2, 0), ("b",)), id="same devices in another order"),
+        pytest.param(((0, 1, 2, 3), ("a", "b")), ((4, 5, 6, 7), ("b",)), id="other devices"),
+        pytest.param(((0, 1, 2, 3), ("a", "b")), ((1, 2), ("b",)), id="some of the devices"),
+        pytest.param(((0, 1, 2, 3), ("a", "b")), ((2,), ()), id="one of the devices"),
+        pytest.param(((0, 1, 2, 3), ("a", "b")), ((4, 5, 6, 7), ("a", "b")), id="other devices with the same shards"),
+        pytest.param(((5,), ()), ((0, 1, 2, 3), ("a", "b")), id="from one device"),
+    ],
+)
+def test_arrays_move_between_devices_and_not_by_way_of_the_host(own, wanted) -> None:
+    def sharding(ids: tuple[int, ...], spec: tuple[str, ...]) -> Any:
+        devices = np.asarray(jax.devices())[list(ids)]
+        if len(ids) == 1:
+            return SingleDeviceSharding(devices[0])
+        return NamedSharding(Mesh(devices.reshape(2, -1), ("a", "b")), PartitionSpec(*spec))
+
+    values = np.arange(48.0, dtype=np.float32).reshape(8, 6)
+    array, to = jax.device_put(values, sharding(*own)), sharding(*wanted)
+    with (
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+    ):
+        there = moved(array, to)
+        assert there.sharding.is_equivalent_to(to, 2)
+        again = moved(there, to)
+    np.testing.assert_array_equal(there, values)
+    np.testing.assert_array_equal(array, values)
+    assert [x.data.unsafe_buffer_pointer() for x in again.addressable_shards] == [
+        x.data.unsafe_buffer_pointer() for x in there.addressable_shards
+    ]
