@@ -446,7 +446,7 @@ def moved(array: jax.Array, sharding: Sharding) -> jax.Array:
     wanted shards. An array that is in place is not copied.
 
     Args:
-        array: the array. If its devices are others than the wanted ones and its shards too, each of them temporarily
+        array: the array. If neither its devices nor its shards are the wanted ones, each of its devices temporarily
             holds all of it.
         sharding: the wanted devices and shards.
     """

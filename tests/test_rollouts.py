@@ -60,6 +60,28 @@ def test_log_probabilities_with_the_full_cache(rollouts, tiny):
         np.testing.assert_allclose(logprobs, want, atol=1e-5)
 
 
+def test_log_probabilities_of_empty_answers(rollouts):
+    given = prompts(1)[0]
+    empty, one, padding = rollouts.token_logprobs([given, given, []], [[], [1, 2, 3], []])
+    assert empty.tolist() == padding.tolist() == []
+    np.testing.assert_array_equal(one, rollouts.token_logprobs([given], [[1, 2, 3]])[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (([[1], []], [[1], [2]]), "prompt 2 of 2: 0 tokens are not 1 to"),
+        (([[1], [64]], [[1], [2]]), "prompt 2 of 2: token id 64 is outside"),
+        (([[1]], [[-1]]), "answer 1 of 1: token id -1 is outside"),
+        (([[1], [2]], [[3]]), "1 answers are given; give 2"),
+        (([[1]], [[3]], 0.0), "temperature=0.0; give a number above 0"),
+    ],
+)
+def test_what_log_probabilities_refuse(rollouts, given, says):
+    with pytest.raises(ValueError, match=says):
+        rollouts.token_logprobs(*given)
+
+
 def test_log_probabilities_after_temperature(tiny):
     """With `full`, samples' log-probabilities are those of the full cache, whichever temperature both are asked for."""
     given = prompts(2)

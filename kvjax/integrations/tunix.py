@@ -100,6 +100,8 @@ def _rollout_class() -> type[Any]:
 
         def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
             """Sample one answer to each prompt."""
+            if not prompts:
+                raise ValueError("tunix: the list of prompts is empty; give at least one")
             ids = [self._encode(prompt) for prompt in prompts]
             length = padded_length(ids, rollout_config.max_prompt_length)
             new, filters = rollout_config.max_tokens_to_generate, filters_of(rollout_config)
@@ -138,6 +140,10 @@ def _rollout_class() -> type[Any]:
             """
             prompts, answers = np.asarray(prompt_tokens), np.asarray(completion_tokens)
             mask = answers != self.pad_id() if completion_mask is None else np.asarray(completion_mask) != 0
+            if mask.shape != answers.shape:
+                raise ValueError(
+                    f"tunix: completion_mask has the shape {mask.shape}; give that of the completions, {answers.shape}"
+                )
             found = np.zeros(answers.shape, np.float32)
             with self._lock:
                 scores = answer_logprobs(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax._util.arguments import amount, whole
+from kvjax._util.arguments import amount, number, whole
 from kvjax.cache import bucket
 from kvjax.models import Params
 from kvjax.models.sharding import along_data
@@ -23,7 +23,7 @@ from kvjax.policies import Policy, get_policy
 from kvjax.runtime import logprobs
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.mesh import policy_shard
-from kvjax.runtime.prompts import PromptLike, token_ids
+from kvjax.runtime.prompts import PromptLike, check_ids, refuse_rows, row_error, token_ids
 from kvjax.runtime.request import check_request
 from kvjax.runtime.row import Row
 from kvjax.runtime.scheduler import Schedulers, Ticket
@@ -194,11 +194,14 @@ class Rollouts:
         """Log-probabilities of given answers with the full cache, before filters.
 
         Args:
-            prompts, answers: token ids, at least one of each prompt.
+            prompts, answers: token ids. Only the prompt of an empty answer may be empty.
             temperature: number that logits are divided by.
 
         Returns:
             An array [len(answer)] for each pair.
+
+        Raises:
+            ValueError: there is not one answer per prompt, tokens are invalid, or `temperature` is not above 0.
         """
         return answer_logprobs(self.batches[0].weights, prompts, answers, temperature)
 
@@ -207,8 +210,19 @@ def answer_logprobs(
     params: Params, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], temperature: float = 1.0
 ) -> list[np.ndarray]:
     """As `Rollouts.token_logprobs`, for these weights. There is a program for each bucket of lengths."""
+    longest, vocabulary = params.config.max_position, params.config.vocab_size
+    number("temperature", temperature, lambda x: x > 0, "a number above 0")
+    check_ids(answers, len(prompts), longest, vocabulary, "answer", 0)
+    needed = [min(len(answer), 1) for answer in answers]
+    refuse_rows(
+        "prompt",
+        [row_error(prompt, least, longest, vocabulary) for prompt, least in zip(prompts, needed, strict=True)],
+    )
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
+        if not len(answer):
+            found.append(np.zeros(0, np.float32))
+            continue
         size = len(prompt) + len(answer)
         tokens = np.zeros((1, bucket(size)), np.int32)
         tokens[0, :size] = [*prompt, *answer]

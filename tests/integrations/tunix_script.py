@@ -233,6 +233,12 @@ def check_refused() -> None:
         with pytest.raises(ValueError, match=says):
             ours.update_params(params)
     ours.generate(PROMPTS[:1], ROLLOUT)  # nothing has changed
+    with pytest.raises(ValueError, match="the list of prompts is empty"):
+        ours.generate([], ROLLOUT)
+    with pytest.raises(ValueError, match=r"completion_mask has the shape \(1, 3\)"):
+        ours.get_per_token_logps(jnp.ones((1, 4), int), jnp.ones((1, 2), int), jnp.ones((1, 3)))
+    nothing = ours.get_per_token_logps(jnp.full((1, 4), PAD), jnp.full((1, 2), PAD))
+    np.testing.assert_array_equal(nothing, np.zeros((1, 2)))
     with pytest.raises(ValueError, match="streaming_llm: a budget of 2"):
         engine(actor, "streaming_llm", budget=2)
     with pytest.raises(ValueError, match="set offload_to_cpu=False"):
