@@ -73,7 +73,9 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", type=parsed)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
     parser.add_argument("--mesh")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[reading.AT_ONCE], help="padded tokens of a group")
+    parser.add_argument(
+        "--at-once", type=int, nargs="+", default=[reading.GROUP_TOKENS], help="padded tokens of a group"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = PRESETS[args.shape]
@@ -83,7 +85,7 @@ def main() -> None:
     params = init_on(shard, config, random_key(0), "bfloat16")
     limit = memory_limit(shard)
     for size in (*args.at_once, WHOLE):
-        reading.AT_ONCE = size
+        reading.GROUP_TOKENS = size
         decoding.prefill.forget()
         sizes = [{"batch": each.rows, "prompt_len": each.prompt, "max_new_tokens": each.new} for each in args.cases]
         engines = [

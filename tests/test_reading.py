@@ -36,7 +36,7 @@ def test_groups_of_rows_leave_what_all_rows_leave(policy: Policy, tiny, monkeypa
         return groups, [np.asarray(leaf) for leaf in jax.tree.leaves(program(tokens, lengths, lengths + 8))]
 
     _, want = read()
-    monkeypatch.setattr(reading, "AT_ONCE", 3 * specs[0].prompt_len)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 3 * specs[0].prompt_len)
     groups, got = read()
     assert 2 in groups
     for a, b in zip(got, want, strict=True):
@@ -50,17 +50,17 @@ def test_memory_does_not_grow_with_rows_but_for_the_cache(tiny, monkeypatch) -> 
         memory = engine.compile()
         return memory.prefill - memory.weights - memory.cache
 
-    monkeypatch.setattr(reading, "AT_ONCE", 512)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 512)
     one, eight = peak(1), peak(8)
     assert eight < 1.5 * one
-    monkeypatch.setattr(reading, "AT_ONCE", 8 * 512)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 8 * 512)
     assert peak(8) > 3 * eight
     decoding.prefill.forget()
 
 
 def test_the_loop_keeps_no_copies_of_weights(tiny, monkeypatch) -> None:
     """XLA computes what depends on weights alone before a loop, if it may: float32 copies of all of them, on a CPU."""
-    monkeypatch.setattr(reading, "AT_ONCE", 512)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 512)
     decoding.prefill.forget()
     engine = Engine(tiny.config, "full", batch=4, prompt_len=256, max_new_tokens=32)
     program = engine.executables()[0].as_text()
@@ -80,7 +80,7 @@ def test_rows_at_a_time_divide_the_rows(rows, length, wanted) -> None:
 
 def test_offloaded_caches_are_prefilled_together(tiny, monkeypatch) -> None:
     """A loop cannot stack arrays of host memory."""
-    monkeypatch.setattr(reading, "AT_ONCE", 1)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 1)
     policy = get_policy("offloaded(clusterkv:24)").bind(tiny.config)
     specs = layer_specs(tiny.config, 4, 40, 8, tiny.dtype)
     lengths = np.full(4, 40, np.int32)
@@ -101,6 +101,6 @@ def test_a_tpu_holds_the_cache_once(monkeypatch) -> None:
         mesh = absent_tpu.mesh("v5e")
     except RuntimeError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(reading, "AT_ONCE", 2048)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 2048)
     memory = absent_tpu.memory_of(Engine(config, "full", batch=8, prompt_len=2048, max_new_tokens=64, mesh=mesh))
     assert memory.prefill - memory.weights - memory.cache < memory.cache / 8

@@ -159,9 +159,11 @@ class Prepared:
             progress(len(done), len(self.examples))
         for batch in self.plan.batches:
             left = [i for i in batch.examples if i not in done]
+            if not left:
+                continue
             # A session runs whole, since its questions depend on those before.
-            chosen = list(batch.examples) if batch.session and left else left
-            held = self.plan.row_bytes(policy, batch) if chosen else {}
+            chosen = list(batch.examples) if batch.session else left
+            held = self.plan.row_bytes(policy, batch)
             for i, answer in self._answers(params, mesh, policy, batch, chosen):
                 if i in left:
                     results.append([self._row(i, answer, held)])
@@ -174,8 +176,6 @@ class Prepared:
         self, params: Params, mesh: Mesh | None, policy: Policy, batch: Batch, chosen: list[int]
     ) -> Iterator[tuple[int, Answered]]:
         """Answers to some examples of a batch, as they come."""
-        if not chosen:
-            return
         examples, block = [self.examples[i] for i in chosen], self.plan.block(policy, batch)
         if batch.session:
             yield from zip(chosen, ask(params, policy, self.form, examples, block, mesh), strict=True)

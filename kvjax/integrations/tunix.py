@@ -212,7 +212,7 @@ def _rollout_class() -> type[Any]:
 
 
 def sampled(rollouts: Rollouts, prompts: Sequence[Sequence[int]], **options: Any) -> list[Sample]:
-    """One sample for each prompt. A prompt that all occur equally often is prefilled once."""
+    """One sample for each prompt. If all prompts occur equally often, as in GRPO's groups, each is prefilled once."""
     counts = Counter(tuple(prompt) for prompt in prompts)
     if len(set(counts.values())) > 1:
         return [sample for (sample,) in rollouts.generate(prompts, **options)]

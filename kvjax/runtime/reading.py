@@ -15,8 +15,8 @@ from kvjax.policies.base import CacheLayer, Carry, WrappedLayer, held_bytes
 from kvjax.policies.sharded import sharded
 from kvjax.runtime import replay
 
-AT_ONCE = 32_768
-"""Padded prompt tokens that are prefilled together at most, unless one row has more.
+GROUP_TOKENS = 32_768
+"""Maximum number of padded prompt tokens that are prefilled together, unless one row has more.
 
 Their activations are in memory beside the weights and the whole cache. More tokens do not make matrix products faster.
 """
@@ -98,7 +98,7 @@ def _empty(layer: CacheLayer[Any], rows: int) -> Any:
 
 def _together(rows: int, length: int) -> int:
     """Number of rows that are prefilled together: a divisor of `rows`."""
-    most = max(AT_ONCE // max(length, 1), 1)
+    most = max(GROUP_TOKENS // max(length, 1), 1)
     return max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
 
 

@@ -107,7 +107,9 @@ class Rollouts:
         ]
 
     def update(self, params: Params) -> None:
-        """Use other weights of the same shape and type from the next call on. Nothing is compiled or copied.
+        """Use other weights of the same shape and type from the next call on. Nothing is compiled.
+
+        Weights that are on their devices are not copied.
 
         Raises:
             ValueError: the weights have another shape or type.

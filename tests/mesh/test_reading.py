@@ -14,7 +14,7 @@ def test_groups_of_rows_over_a_mesh(policy, mesh, tiny, monkeypatch):
     prompts = [random.integers(0, 64, size).tolist() for size in (50, 9, 33, 40)]
     options = {"max_new_tokens": 9, "ignore_eos": True}
     want = kvjax.generate(tiny, prompts, policy, **options)
-    monkeypatch.setattr(reading, "AT_ONCE", 64)
+    monkeypatch.setattr(reading, "GROUP_TOKENS", 64)
     decoding.prefill.forget()
     got = kvjax.generate(tiny, prompts, policy, mesh=mesh, **options)
     decoding.prefill.forget()

@@ -30,7 +30,7 @@ class Thresholded(Wrapper):
 
     transform: ClassVar[str] = "thresholded"
 
-    threshold: int | float
+    threshold: float
     window: int = 128
 
     def __post_init__(self) -> None:
@@ -40,7 +40,6 @@ class Thresholded(Wrapper):
                 "policy that scores each token alone, such as knorm."
             )
         check_fields(self, window=0)
-        object.__setattr__(self, "threshold", float(self.threshold))
         if cast(ScoreEviction, self.policy).round_size > 1:
             raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds. Give it every=1.")
 
