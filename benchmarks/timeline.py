@@ -3,9 +3,10 @@
     python -m benchmarks.timeline --policies full,catekv:share_adaptive=0.4 --context 16384 --batch 1 --layers 6
     python -m benchmarks.timeline --policies full --mesh model=2 --layers 8
     python -m benchmarks.timeline --policies snapkv:4096,treekv:4096 --block 4096 --layers 4
+    python -m benchmarks.timeline --policies full,snapkv:0.2 --prompt --context 16384 --layers 8
 
-With `--block` it is those of reading a block of a text into a cache that is full, which are summed by name, the longest first. Over a mesh
-it is those of the first device.
+With `--block`, they are the kernels that read a block of a text into a full cache. With `--prompt`, they are those of a whole prompt's
+prefill. Both are summed by name, with the longest first. Over a mesh, they are those of the first device.
 
 Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
 side one after the other. The time per token beside it is without the profiler.
@@ -15,6 +16,7 @@ one, and shows all, with the gaps of their launches.
 
 import argparse
 import re
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -43,7 +45,10 @@ BLOCKS = 12
 """Blocks that a text has: half of them fill the cache, a quarter is timed."""
 
 LONGEST = 14
-"""Kernels of a block that are shown."""
+"""Kernels of a block or a prompt that are shown."""
+
+PREFILLS = 5
+"""Timed prefills of a prompt; the median counts."""
 
 PROFILED = 5
 """Tokens while the profiler looks; the middle one's kernels are kept."""
@@ -60,6 +65,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--mesh", default="", help="devices to decode over, such as model=2")
     parser.add_argument("--block", type=int, help="tokens that are read at a time; decoding steps if not given")
+    parser.add_argument("--prompt", action="store_true", help="prefill of a whole prompt instead of decoding steps")
     parser.add_argument("--compile-jobs", type=int, default=8)
     parser.add_argument("--out", type=Path, help="result file; printed alone if not given")
     args = parser.parse_args()
@@ -71,14 +77,21 @@ def main() -> None:
         given = {"dtype": args.dtype, "layers": args.layers, "mesh": args.mesh}
         cases.append(Case(name, settings, context, args.batch, args.shape, **given))
     params = init_on(cases[0].shard, cases[0].config, jax.random.key(0), cases[0].dtype)
-    rows = reading(cases, params, args) if args.block is not None else [shown(measure(case, params)) for case in cases]
+    if args.block is not None:
+        rows = reading(cases, params, args)
+    elif args.prompt:
+        rows = prompts(cases, params, args)
+    else:
+        rows = [shown(measure(case, params)) for case in cases]
     if args.out is not None:
         report.write(args.out, header, rows)
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row, printed."""
-    print(f"{row['policy']} {row['settings']}: {row.get('tpot_ms', row.get('block_ms')):.3f} ms")
+    print(
+        f"{row['policy']} {row['settings']}: {next(row[k] for k in ('tpot_ms', 'block_ms', 'prompt_ms') if k in row):.3f} ms"
+    )
     for kernel in row["kernels"]:
         print(" ".join(f"{x:10.2f}" if isinstance(x, float) else str(x) for x in kernel.values()), flush=True)
     return row
@@ -109,16 +122,42 @@ def reading(cases: list[Case], params: Params, args: argparse.Namespace) -> list
         def read(made: Engine = made, state: Decoding = state) -> None:
             jax.block_until_ready(made.extend(state, tokens))
 
-        spent: dict[str, list[float]] = defaultdict(list)
-        for _, duration, name in profiled(read):
-            spent[re.sub(r"[._]\d+", "", name)].append(duration)
-        longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:LONGEST]
-        found = [{"us": sum(times) / 1e3, "count": len(times), "name": name} for name, times in longest]
-        others = [time for name, times in spent.items() if name not in dict(longest) for time in times]
-        found.append({"us": sum(others) / 1e3, "count": len(others), "name": "all others"})
         row = {"policy": case.policy, "settings": case.settings, "block": args.block, "batch": args.batch}
-        rows.append(shown(row | {"block_ms": 1e3 * seconds, "kernels": found}))
+        rows.append(shown(row | {"block_ms": 1e3 * seconds, "kernels": by_name(read)}))
     return rows
+
+
+def prompts(cases: list[Case], params: Params, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each policy: the time until the first token, and the kernels of prefill by name."""
+    random, rows = np.random.default_rng(1), []
+    tokens = random.integers(0, params.config.vocab_size, (args.batch, args.context), np.int32)
+    for case in cases:
+        engine = case.engine(params, int(case.batch))
+
+        def read(engine: Engine = engine) -> None:
+            state, _ = engine.prefill(tokens)
+            jax.block_until_ready(state)
+
+        read()
+        times = []
+        for _ in range(PREFILLS):
+            start = time.perf_counter()
+            read()
+            times.append(time.perf_counter() - start)
+        row = {"policy": case.policy, "settings": case.settings, "context": args.context, "batch": args.batch}
+        rows.append(shown(row | {"prompt_ms": 1e3 * statistics.median(times), "kernels": by_name(read)}))
+    return rows
+
+
+def by_name(run: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The GPU's kernels meanwhile, summed by name, the longest first."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for _, duration, name in profiled(run):
+        spent[re.sub(r"[._]\d+", "", name)].append(duration)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+    found = [{"us": sum(times) / 1e3, "count": len(times), "name": name} for name, times in longest]
+    others = [time for name, times in spent.items() if name not in dict(longest) for time in times]
+    return [*found, {"us": sum(others) / 1e3, "count": len(others), "name": "all others"}]
 
 
 def measure(case: Case, params: Params) -> dict[str, Any]:

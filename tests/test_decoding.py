@@ -13,11 +13,13 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax import cache
 from kvjax.cache import Shard
+from kvjax.conversion.state_dict import quantize_weights
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
 from kvjax.policies import TOVA, Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
 from kvjax.runtime import compression, decoding, program
-from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MESH_GRAPH_OPTIONS
+from kvjax.runtime import rows as serving
+from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MATMUL_OPTIONS, MESH_GRAPH_OPTIONS
 from kvjax.runtime.sampling import Greedy
 
 STEPS = 24
@@ -97,11 +99,27 @@ def test_who_never_compresses_and_who_always(tiny):
 @pytest.mark.parametrize("policy", [Full(), CLUSTERKV, CHELSEA])
 def test_kernels_run_side_by_side_unless_told_not_to(tiny, policy, monkeypatch):
     specs = cache.layer_specs(tiny.config, 2, 14, STEPS, jnp.float32)
-    assert decoding.decode._options((policy, specs)) == {}  # these are for GPUs alone
+    assert decoding.decode._options((policy, specs, tiny)) == {}  # these are for GPUs alone
     monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
-    assert decoding.decode._options((policy, specs)) == CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
+    assert decoding.decode._options((policy, specs, tiny)) == CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-    assert decoding.decode._options((policy, specs)) == CONCURRENT_GRAPH_OPTIONS
+    assert decoding.decode._options((policy, specs, tiny)) == CONCURRENT_GRAPH_OPTIONS
+
+
+def test_cublas_multiplies_many_rows_by_float_weights(tiny, monkeypatch):
+    monkeypatch.setattr(program, "target", lambda: Target("gpu", "NVIDIA H200"))
+    policy, quantized = Full(), quantize_weights(tiny, "int8")
+
+    def options(made, rows, params):
+        return made._options((policy, cache.layer_specs(tiny.config, rows, 14, STEPS, jnp.float32), params))
+
+    graph = CUDA_GRAPH_OPTIONS | CONCURRENT_GRAPH_OPTIONS
+    for rows, params, wanted in ((16, tiny, {}), (17, tiny, MATMUL_OPTIONS), (17, quantized, {})):
+        for loop in (decoding.decode, decoding.answer, serving.serve):
+            assert options(loop, rows, params) == graph | wanted
+    for reading in (decoding.prefill, decoding.extend, serving.read, serving.read_block):
+        assert options(reading, 1, tiny) == MATMUL_OPTIONS
+        assert options(reading, 1, quantized) == {}
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -123,7 +141,9 @@ def untold(monkeypatch):
     monkeypatch.setattr(program, "_told", set())
 
 
-@pytest.mark.parametrize("options", [MESH_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, CONCURRENT_GRAPH_OPTIONS], ids=len)
+@pytest.mark.parametrize(
+    "options", [MESH_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, CONCURRENT_GRAPH_OPTIONS, MATMUL_OPTIONS], ids=str
+)
 def test_options_are_known_with_their_values_or_not_at_all(options, untold, caplog):
     """XLA checks names and values before it looks for a GPU; what another version does not know is left out, and said."""
     program.compile_with(jax.jit(lambda x: x + 1).lower(jnp.zeros(3)), options)
@@ -177,11 +197,11 @@ def test_sums_over_devices_are_part_of_the_graph_where_they_follow_one_another(t
     shard = dataclasses.replace(spec.shard, mesh=mesh)
     monkeypatch.setattr(decoding, "layers_of", lambda policy, specs: (policy.layer(spec),))
     over = dataclasses.replace(spec, shard=shard)
-    assert decoding.decode._options((policy, (over,))) == wanted
+    assert decoding.decode._options((policy, (over,), tiny)) == wanted
     monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "1")
     # What compresses when it is full does not run side by side over devices.
     side_by_side = {} if policy == CHELSEA else CONCURRENT_GRAPH_OPTIONS
-    assert decoding.decode._options((policy, (over,))) == CUDA_GRAPH_OPTIONS | side_by_side
+    assert decoding.decode._options((policy, (over,), tiny)) == CUDA_GRAPH_OPTIONS | side_by_side
 
 
 END = 63

@@ -21,6 +21,7 @@ from kvjax._util.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
+from kvjax.pallas_kernels import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
 from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed
@@ -30,8 +31,10 @@ from kvjax.runtime.program import (
     CONCURRENT_GRAPH_OPTIONS,
     CUDA_GRAPH_OPTIONS,
     MESH_GRAPH_OPTIONS,
+    Options,
     Partition,
     Program,
+    matmul_options,
 )
 from kvjax.runtime.reading import layers_of, read_prompts
 from kvjax.runtime.sampling import Sampler, Sampling
@@ -221,7 +224,12 @@ def decode_loop(
     return jax.lax.while_loop(should_continue, until_full if compression.lazy else body, start)
 
 
-def gpu_options_of(policy: Policy, specs: Specs) -> dict[str, str]:
+def prefill_options(policy: Policy, specs: Specs, params: Params, *_: Any) -> Options:
+    """XLA options for prefill on a GPU."""
+    return matmul_options(params)
+
+
+def gpu_options_of(policy: Policy, specs: Specs, params: Params, *_: Any) -> Options:
     """XLA options for the loop on a GPU.
 
     Concurrent kernels are disabled if layers run psum or pmax in addition to the model's own ordered all-reduces.
@@ -235,7 +243,8 @@ def gpu_options_of(policy: Policy, specs: Specs) -> dict[str, str]:
     whole &= os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0"
     ordered = (lazy and shard.mesh is not None) or (whole and any(layer.reduces_heads for layer in layers))
     graph = MESH_GRAPH_OPTIONS if whole else CUDA_GRAPH_OPTIONS
-    return graph if ordered else graph | CONCURRENT_GRAPH_OPTIONS
+    matmuls = matmul_options(params) if specs[0].batch > FEW_ROWS else {}
+    return graph | matmuls | ({} if ordered else CONCURRENT_GRAPH_OPTIONS)
 
 
 def empty_caches(policy: Policy, specs: Specs, total: Int[Array, " B"] | None) -> tuple[Any, ...]:
@@ -436,7 +445,7 @@ def of_steps(policy: Policy, specs: tuple[LayerSpec, ...]) -> tuple[Policy, tupl
 begin = Program(_empty, static=2, partition=_beginning)
 """`begin(policy, specs, seed, total)`: state with empty caches, see `empty`."""
 
-prefill = Program(_prefill, static=2, partition=_reading)
+prefill = Program(_prefill, static=2, gpu_options=prefill_options, partition=_reading)
 """`prefill(policy, specs, params, tokens, lengths, total, seed, sampler, ends)`: prefill right-padded prompts and sample the first token.
 
 `total` is the final length of each sequence, including new tokens. If a layer declares replays, parts of the prompts
@@ -477,7 +486,13 @@ log-probabilities, with each row's samples from column 0. The number of samples 
 minus `lengths[b] - 1`.
 """
 
-extend = Program(_extend, static=2, donate=(3,), partition=_going_on((ROWS, ROWS, ROWS, ALL, ALL), (ROWS,)))
+extend = Program(
+    _extend,
+    static=2,
+    donate=(3,),
+    gpu_options=prefill_options,
+    partition=_going_on((ROWS, ROWS, ROWS, ALL, ALL), (ROWS,)),
+)
 """`extend(policy, specs, params, state, tokens, count, total, sampler, ends)`: prefill one right-padded block [B, S] of a longer text.
 
 Row b processes `count[b]` tokens from the state's position on, which replace its sampled token, and samples the next

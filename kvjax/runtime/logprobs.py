@@ -9,7 +9,7 @@ from kvjax.cache import Shard
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, mesh_of, partitions
 from kvjax.runtime.mesh import ALL, ROWS
-from kvjax.runtime.program import Partition, Program
+from kvjax.runtime.program import Options, Partition, Program, matmul_options
 
 
 def token_logprobs(params: Params, tokens: Int[Array, "B T"], temperature: float = 1.0) -> Float[Array, "B T-1"]:
@@ -30,4 +30,8 @@ def _scoring(shard: Shard, params: Params, tokens: Any, temperature: Any) -> Par
     return None if shard.mesh is None else (shard, (partitions(params), rows, ALL), rows)
 
 
-_score = Program(_scored, static=1, partition=_scoring)
+def _options(shard: Shard, params: Params, *_: Any) -> Options:
+    return matmul_options(params)
+
+
+_score = Program(_scored, static=1, gpu_options=_options, partition=_scoring)

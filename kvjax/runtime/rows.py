@@ -25,6 +25,7 @@ from kvjax.runtime.decoding import (
     empty_caches,
     gpu_options_of,
     of_steps,
+    prefill_options,
     sample_token,
 )
 from kvjax.runtime.mesh import ALL, ROWS, state_partitions
@@ -222,7 +223,12 @@ def _over_mesh(arguments: Any, results: Any) -> Any:
 empty = Program(_empty, static=2, partition=_over_mesh((ROWS,), _rows_partitions))
 """`empty(policy, specs, request)`: a batch without live rows."""
 
-read = Program(_read, static=2, partition=_over_mesh((partitions, ROWS, ROWS, ROWS), _reading_partitions))
+read = Program(
+    _read,
+    static=2,
+    gpu_options=prefill_options,
+    partition=_over_mesh((partitions, ROWS, ROWS, ROWS), _reading_partitions),
+)
 """`read(policy, specs, params, tokens, lengths, total)`: prefill whole right-padded prompts.
 
 `total` is the final length of each sequence, including new tokens.
@@ -235,6 +241,7 @@ read_block = Program(
     _read_block,
     static=2,
     donate=(3,),
+    gpu_options=prefill_options,
     partition=_over_mesh((partitions, _reading_partitions, ROWS, ROWS, ROWS), _reading_partitions),
 )
 """`read_block(policy, specs, params, reading, tokens, count, total)`: prefill the next block [R, S]. The old reading is used up."""

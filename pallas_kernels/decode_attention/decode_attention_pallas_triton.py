@@ -5,7 +5,8 @@ rounding.
 
 The slots of one sequence and KV head are split among programs. Each program loops over its part up to the last live
 slot, with a running softmax for all query heads of the group. Keys and values are thus read from memory once, and free
-slots at the end are not read. A second, small kernel combines the parts.
+slots at the end are not read. A second, small kernel combines the parts. With many sequences, a head is one part, and
+its program writes the result.
 """
 
 import functools
@@ -118,16 +119,24 @@ def _attend(
     elif isinstance(q, DeferredRope):
         inputs += [q.cos, q.sin]
         specs += [pl.BlockSpec((1, dim // 2), lambda h, s: (h // kv_heads, 0))] * 2
-    shapes = [
-        jax.ShapeDtypeStruct((fold, splits, group, dim), jnp.float32),
-        jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
-        jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+    results = [
+        jax.ShapeDtypeStruct((fold, group, dim), unrotated.dtype),
+        jax.ShapeDtypeStruct((fold, group), jnp.float32),
     ]
-    out_specs = [
-        pl.BlockSpec((None, None, group, dim), lambda h, s: (h, s, 0, 0)),
-        pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
-        pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
-    ]
+    if splits == 1:
+        shapes, out_specs = list(results), [entry(x) for x in results]
+    else:
+        shapes = [
+            jax.ShapeDtypeStruct((fold, splits, group, dim), jnp.float32),
+            jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+            jax.ShapeDtypeStruct((fold, splits, group), jnp.float32),
+        ]
+        out_specs = [
+            pl.BlockSpec((None, None, group, dim), lambda h, s: (h, s, 0, 0)),
+            pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
+            pl.BlockSpec((None, None, group), lambda h, s: (h, s, 0)),
+        ]
+    parts = len(shapes)
     if probs:
         shapes.append(jax.ShapeDtypeStruct((fold, group, slots), jnp.float32))
         out_specs.append(entry(shapes[-1]))
@@ -135,10 +144,11 @@ def _attend(
     rotated: Rotated = "all" if rotation is not None else "queries" if isinstance(q, DeferredRope) else "nothing"
 
     def body(*refs: Any) -> None:
-        attend_part(*refs, number=pl.program_id(1), scale=scale, block=block, part=part, slots=slots, rotated=rotated)
+        options = {"scale": scale, "block": block, "part": part, "slots": slots, "rotated": rotated}
+        attend_part(*refs, number=pl.program_id(1), alone=splits == 1, **options)
 
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
-    acc, top, total, *logits = triton_call(
+    found = triton_call(
         body,
         grid=(fold, splits),
         in_specs=specs,
@@ -149,23 +159,23 @@ def _attend(
         interpret=interpret,
         name="decode_attention",
     )(*inputs)
-    out, logsumexp = triton_call(
-        join_parts,
-        grid=(fold, group),
-        in_specs=[pl.BlockSpec((None, splits, None, dim), lambda h, g: (h, 0, g, 0)), part_of, part_of],
-        out_specs=[
-            pl.BlockSpec((None, None, dim), lambda h, g: (h, g, 0)),
-            pl.BlockSpec((None, 1), lambda h, g: (h, g)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((fold, group, dim), unrotated.dtype),
-            jax.ShapeDtypeStruct((fold, group), jnp.float32),
-        ],
-        warps=4,
-        stages=1,
-        interpret=interpret,
-        name="decode_attention_join",
-    )(acc, top, total)
+    joined, logits = found[:parts], found[parts:]
+    if splits > 1:
+        joined = triton_call(
+            join_parts,
+            grid=(fold, group),
+            in_specs=[pl.BlockSpec((None, splits, None, dim), lambda h, g: (h, 0, g, 0)), part_of, part_of],
+            out_specs=[
+                pl.BlockSpec((None, None, dim), lambda h, g: (h, g, 0)),
+                pl.BlockSpec((None, 1), lambda h, g: (h, g)),
+            ],
+            out_shape=results,
+            warps=4,
+            stages=1,
+            interpret=interpret,
+            name="decode_attention_join",
+        )(*joined)
+    out, logsumexp = joined
     mass = None
     if probs:
         # Logits of slots that no program reached were never written.
@@ -235,6 +245,7 @@ def attend_part(
     part: int,
     slots: int,
     rotated: Rotated,
+    alone: bool = False,
 ) -> None:
     """Attend over one part of one head: unnormalised values, the largest logit, and the sum of exponentials.
 
@@ -245,10 +256,12 @@ def attend_part(
         scale: factor on the logits.
         block: slots read at a time.
         part, slots: slots per part, and in total.
-        turned: which inputs are rotated.
+        rotated: which inputs are rotated.
+        alone: whether the part is the whole head. The outputs are then the attended values and the log-sum-exp.
     """
     rotation_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[rotated])], refs[count:]
-    out_ref, top_ref, total_ref, *logit_refs = rest
+    outputs = 2 if alone else 3
+    part_refs, logit_refs = rest[:outputs], rest[outputs:]
     group, dim = q_ref.shape
     begin = number * part
     end = jnp.minimum(begin + part, slots)
@@ -316,7 +329,16 @@ def attend_part(
         jnp.full((group,), MASKED, jnp.float32),
         jnp.zeros((group,), jnp.float32),
     )
-    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
+    acc, top, total = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
+    if not alone:
+        for ref, value in zip(part_refs, (acc, top, total), strict=True):
+            ref[...] = value
+        return
+    out_ref, lse_ref = part_refs
+    some = total > 0
+    divisor = jnp.where(some, total, 1.0)
+    out_ref[...] = (acc / divisor[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = jnp.where(some, top + jnp.log(divisor), -jnp.inf)
 
 
 def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array, Array]:

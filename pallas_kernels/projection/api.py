@@ -1,7 +1,5 @@
 """Public functions. Each `Op` picks a Triton kernel or XLA."""
 
-import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,17 +9,7 @@ from ..op import Implementation, Op
 from .quantized import Matrix, QuantizedMatrix
 from .types import Norm
 
-
-def _prefer_xla_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_autotune_level=0" in flags or "xla_gpu_enable_triton_gemm=false" in flags:
-        return None  # without autotuning, XLA first converts the whole matrix to float32
-    if max(w.shape[0] for w in weights) > 65536 and not any(isinstance(w, QuantizedMatrix) for w in weights):
-        return "XLA is as fast for this many outputs (128256 of 4096 inputs on an H200: 255 us, these kernels 270 us)"
-    return None
-
-
-_PROJECTION = Op("projection", __name__, gpu=("pallas_triton",), prefer_xla_reason=_prefer_xla_reason)
+_PROJECTION = Op("projection", __name__, gpu=("pallas_triton",))
 _GATED = Op("gated_projection", __name__, gpu=("pallas_triton",))
 
 

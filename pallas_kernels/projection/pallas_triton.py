@@ -26,18 +26,15 @@ from ..triton import backend, triton_call, triton_unsupported
 from ..tuning import tuned
 from .quantized import GroupedMatrix, Matrix, QuantizedMatrix
 from .quantized_pallas_triton import alike, in_order_of, products, products_of_one, unsupported_weights, with_sums_of
-from .types import Norm
-
-ROWS = 16
-"""Maximum number of rows that these kernels support."""
+from .types import FEW_ROWS, Norm
 
 
 def unsupported_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
     if reason := triton_unsupported():
         return reason
-    if x.ndim != 2 or x.shape[0] > ROWS:
-        return f"inputs have shape {x.shape}, not [B, D] with up to {ROWS} rows"
+    if x.ndim != 2 or x.shape[0] > FEW_ROWS:
+        return f"inputs have shape {x.shape}, not [B, D] with up to {FEW_ROWS} rows"
     packed = [w for w in weights if isinstance(w, QuantizedMatrix)]
     if packed and len(packed) < len(weights):
         return "some weights are quantised and others are not"

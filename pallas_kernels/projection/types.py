@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+FEW_ROWS = 16
+"""Maximum number of rows that the Triton kernels of the projections multiply."""
+
 
 class Norm(NamedTuple):
     """RMS norm (Zhang and Sennrich 2019).

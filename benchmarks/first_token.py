@@ -1,0 +1,168 @@
+"""Measure time to first token (TTFT) and time per output token (TPOT) of kvjax or vLLM, through their public functions.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.93 python -m benchmarks.first_token kvjax --cases 16384x1,1024x64 --policies full,snapkv:0.2
+    PYTHONPATH=VLLM:. python -m benchmarks.first_token vllm --cases 16384x1,1024x64 | tee vllm.jsonl
+    python -m benchmarks.first_token kvjax --peer vllm.jsonl --out benchmarks/results/first-token-h100.json
+
+A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. TTFT is the wall
+clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for n tokens. Each t
+is the median of 5 calls after one that is not counted. Both programs get lists of token ids, and neither stops early.
+Run them one after the other, so that each has the GPU to itself. `--peer` adds the lines that the other one printed.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.config import PRESETS, ModelConfig
+
+CALLS = 5
+"""Timed calls of each length, after one that is not timed."""
+
+NEW = 513
+"""Tokens of a long call."""
+
+Generate = Callable[[list[list[int]], int], None]
+"""Continues prompts by a number of tokens."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=["kvjax", "vllm"])
+    parser.add_argument("--cases", default="16384x1,16384x8,65536x1,1024x64", help="PROMPTxROWS, separated by commas")
+    parser.add_argument("--policies", default="full", help="of kvjax, separated by commas")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--devices", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--first-only", action="store_true", help="measure no TPOT")
+    parser.add_argument("--out", type=Path, help="result file of kvjax; printed alone if not given")
+    parser.add_argument("--peer", type=Path, help="lines that vLLM's run printed, which are added to the result file")
+    args = parser.parse_args()
+    if args.out is not None and args.program == "vllm":
+        parser.error("--out is for kvjax; keep what is printed, and give it to kvjax' run as --peer")
+    config = PRESETS[args.shape]
+    if args.layers is not None:
+        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+    sizes = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    programs = _vllm(config, args, sizes) if args.program == "vllm" else _kvjax(config, args)
+    for policy, generate, about in programs:
+        for prompt, rows in sizes:
+            random = np.random.default_rng(0)
+            prompts = [random.integers(0, config.vocab_size - 300, prompt).tolist() for _ in range(rows)]
+            row: dict[str, Any] = {
+                **about,
+                "policy": policy,
+                "prompt": prompt,
+                "rows": rows,
+                "layers": config.num_layers,
+            }
+            try:
+                first = _seconds(generate, prompts, 1)
+                row |= {"ttft_s": statistics.median(first), "calls_1": first}
+                if not args.first_only:
+                    long = _seconds(generate, prompts, NEW)
+                    row |= {"calls_513": long}
+                    row["tpot_ms"] = 1e3 * (statistics.median(long) - row["ttft_s"]) / (NEW - 1)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}"[:300]
+            print(json.dumps(row), flush=True)
+            if args.out is not None:
+                _keep(args.out, row)
+            gc.collect()
+    if args.peer is not None and args.out is not None:
+        for line in args.peer.read_text(encoding="utf-8").splitlines():
+            if line.startswith('{"program": "vllm"'):
+                _keep(args.out, json.loads(line))
+
+
+def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> list[float]:
+    """Wall clock of each call."""
+    generate(prompts, new)
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        generate(prompts, new)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str, Generate, dict[str, Any]]]:
+    import jax
+
+    import kvjax
+    from kvjax._util.randomness import random_key
+    from kvjax.models.sharding import get_shard, init_on
+
+    mesh = f"model={args.devices}" if args.devices > 1 else None
+    params = init_on(get_shard(mesh, config), config, random_key(0), "bfloat16")
+    about = {"program": "kvjax", "version": kvjax.__version__, "jax": jax.__version__, "devices": args.devices}
+    for policy in args.policies.split(","):
+
+        def generate(prompts: list[list[int]], new: int, policy: str = policy) -> None:
+            given: Any = prompts if len(prompts) > 1 else prompts[0]
+            found = kvjax.generate(params, given, policy, max_new_tokens=new, ignore_eos=True, mesh=mesh)
+            for each in found if isinstance(found, list) else [found]:
+                assert len(each.tokens) == new, (len(each.tokens), new)
+
+        yield policy, generate, about | {"device": jax.devices()[0].device_kind}
+
+
+def _vllm(
+    config: ModelConfig, args: argparse.Namespace, sizes: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[str, Generate, dict[str, Any]]]:
+    import os
+    import tempfile
+
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_USE_NCCL_SYMM_MEM": "0",
+    }
+    import torch
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    from kvjax.conversion.hf_config import to_hf
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(to_hf(config) | {"torch_dtype": "bfloat16"}))
+        model = vllm.LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=max(prompt for prompt, _ in sizes) + NEW + 64,
+            gpu_memory_utilization=0.92,
+            enable_prefix_caching=False,
+            tensor_parallel_size=args.devices,
+            seed=0,
+        )
+
+    def generate(prompts: list[list[int]], new: int) -> None:
+        sampling = vllm.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        found = model.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        assert all(len(each.outputs[0].token_ids) == new for each in found)
+
+    about = {"program": "vllm", "version": vllm.__version__, "torch": torch.__version__, "devices": args.devices}
+    yield "full", generate, about | {"device": torch.cuda.get_device_name()}
+
+
+def _keep(path: Path, row: dict[str, Any]) -> None:
+    """Put a row into a result file, in place of an earlier one of the same case."""
+    from benchmarks import report
+
+    header, rows = report.begun(path, report.header(weights="random"))
+    same = ("program", "policy", "prompt", "rows", "layers", "devices", "device")
+    report.write(path, header, [*(old for old in rows if any(old[key] != row[key] for key in same)), row])
+
+
+if __name__ == "__main__":
+    main()
