@@ -41,6 +41,7 @@ def cases() -> Iterator[Case]:
     yield _case(1, 32, 1, 8192, 128)
     yield _case(64, 8, 4, 2112, 128)
     yield _case(256, 8, 4, 1088, 128)
+    yield _case(40, 8, 4, 9216, 128, ragged=True)
 
 
 def _case(
@@ -103,14 +104,13 @@ def _case(
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
         variants["dense"] = functools.partial(_dense, scale=scale)
     heads = batch * kv_heads
-    many = heads >= 512
-    for block, stages in ((64, 3), (64, 4), (128, 2), *(((32, 3), (32, 4), (32, 6), (64, 2)) if many else ())):
-        for splits in sorted({programs // heads for programs in (128, 256, 384, 512, 768, 1024, 2 * heads)} | {many}):
-            for warps in (1, 2, 4) if many else (4,):
-                if 1 <= splits <= slots // block:
-                    sizes = {"block": block, "splits": int(splits), "warps": warps, "stages": stages}
-                    name = "gpu " + " ".join(f"{key}={size}" for key, size in sizes.items())
-                    variants[name] = variant(pallas_triton.decode_attention, sizes=sizes)
+    programs = 128, 256, 384, 512, 768, 1024, heads, 2 * heads, 4 * heads, 8 * heads
+    for block, stages in ((64, 3), (64, 4), (128, 2)):
+        for splits in sorted({count // heads for count in programs}):
+            if 1 <= splits <= slots // max(block, 512 if heads > 128 else 0):
+                sizes = {"block": block, "splits": splits, "warps": 4, "stages": stages}
+                name = "gpu " + " ".join(f"{key}={size}" for key, size in sizes.items())
+                variants[name] = variant(pallas_triton.decode_attention, sizes=sizes)
     live = batch * kv_heads * slots // (2 if ragged else 1)
     words = (
         f"B{batch} K{kv_heads} G{group} C{slots} H{dim}"

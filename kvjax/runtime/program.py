@@ -98,6 +98,7 @@ class Program:
         self._partition = partition
         self._canonical = canonical
         self._compiled: dict[Hashable, tuple[Any, list[Any] | None]] = {}
+        self._shapes_of: dict[Hashable, Any] = {}
         self._sharded: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
         self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
@@ -152,6 +153,7 @@ class Program:
             self._compiled.clear()
             self._locks.clear()
             self._sharded.clear()
+            self._shapes_of.clear()
 
     def __call__(self, *args: Any) -> Any:
         """Run the program. Donated arrays are deleted, also on devices that cannot reuse their memory."""
@@ -192,9 +194,13 @@ class Program:
         return executable(*tree.unflatten(leaves))
 
     def shapes(self, *args: Any) -> Any:
-        """Shapes of the results; over a mesh, global shapes."""
+        """Shapes of the results; over a mesh, global shapes. The function is traced once for all arguments of the same shapes."""
         args = self._with_canonical(args)
-        return jax.eval_shape(self._whole(*args), *args[self._static :])
+        leaves, tree = jax.tree.flatten(args[self._static :])
+        key = args[: self._static], tree, tuple([(x.shape, x.dtype) for x in leaves])
+        if (found := self._shapes_of.get(key)) is None:
+            found = self._shapes_of[key] = jax.eval_shape(self._whole(*args), *args[self._static :])
+        return found
 
     def _whole(self, *args: Any) -> Callable[..., Any]:
         """The function of all arrays, over all devices."""

@@ -27,6 +27,9 @@ from .types import Attended, Rotation
 Rotated = Literal["all", "queries", "nothing"]
 """Which inputs the kernel rotates."""
 
+LONG_PART = 2048
+"""Maximum slots of a part of a head, up to rounding."""
+
 LOOK = 1024
 """Weights loaded at a time to find the last live slot."""
 
@@ -214,8 +217,8 @@ def block_size(slots: int, dim: int, dtype: Any) -> int:
 def _sizes(fold: int, slots: int, dim: int, dtype: Any, rotated: bool) -> dict[str, int]:
     """Return block sizes for `fold` sequences × KV heads.
 
-    The default is about 512 programs with at least one block each. A program with a single block reads it as two
-    halves.
+    The default is about 512 programs with at least one block each, or more if parts have more than `LONG_PART` slots:
+    lengths can differ, and the longest part determines the time. A program with a single block reads it as two halves.
 
     Measured on an H200 with 8 KV heads of 128 channels:
 
@@ -224,7 +227,7 @@ def _sizes(fold: int, slots: int, dim: int, dtype: Any, rotated: bool) -> dict[s
     - One sequence of 3712 slots: 58 parts of two half blocks take 12.3 us, and 29 parts of two blocks 13.7 us.
     """
     block = block_size(slots, dim, dtype)
-    splits = max(1, min(512 // fold, slots // block))
+    splits = max(1, min(512 // fold, slots // block), slots // LONG_PART)
     if slots // splits <= block:
         block = max(16, block // 2)
     case = {"heads": fold, "slots": slots, "head_dim": dim, "dtype": jnp.dtype(dtype).name, "rotated": rotated}
