@@ -290,6 +290,20 @@ def offload() -> str:
     return report.table(heads, lines, "llr")
 
 
+def public_calls() -> str:
+    """TTFT, and TPOT where it was measured, of calls of `kvjax.generate` on an H100, one row per case."""
+    lines = [
+        [
+            f"`{row['policy']}`",
+            _case(row["prompt"], row["rows"]),
+            f"{row['ttft_s']:.3f}",
+            f"{row['tpot_ms']:.2f}" if "tpot_ms" in row else "",
+        ]
+        for row in rows("first-token-h100.json")
+    ]
+    return report.table(["policy", "prompt × rows", "TTFT, s", "TPOT, ms"], lines)
+
+
 def rounds() -> str:
     """Decoding under policies that compress during decoding, one row per case."""
     lines = [

@@ -5,7 +5,7 @@
 
 `--trace` has requests whose prompts and answers have different lengths. `--same` has a number of equal requests: prompt
 tokens, answer tokens. All requests are known from the start, and no answer ends early. All programs are compiled
-before, and a part of the requests runs first, with answers of at most 64 tokens. The row has tokens per second, the share of row-steps that gave a
+before, and one request of each padded size runs first, with an answer of at most 64 tokens. The row has tokens per second, the share of row-steps that gave a
 token, and the seconds until the last prompt was read. `--peer FILE` adds rows that another program has measured.
 """
 
@@ -129,10 +129,9 @@ def main() -> None:
         start = time.perf_counter()
         predicted = batch.compile([len(job.prompt) for job in jobs], args.jobs)
         compiled = time.perf_counter() - start
-        few = jobs[:: max(len(jobs) // 16, 1)]
-        first = run(
-            batch, [dataclasses.replace(job, max_new_tokens=min(job.max_new_tokens, 64)) for job in few], args.steps
-        )
+        few = {batch.read_size(len(job.prompt)): job for job in jobs}.values()
+        short = [dataclasses.replace(job, max_new_tokens=min(job.max_new_tokens, 64)) for job in few]
+        first = run(batch, short, args.steps)
         found = run(batch, jobs, args.steps)
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         row = {

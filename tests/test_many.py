@@ -88,6 +88,25 @@ def test_rows_are_as_many_as_fit(tiny, monkeypatch, caplog):
     assert [result.tokens for result in got] == [result.tokens for result in want]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "spare", "continuous"), [([50] * 6, 9, False), ([50] * 6, 1, True), ([5] * 5 + [50], 9, True)]
+)
+def test_prompts_alike_that_fit_together_start_together(lengths, spare, continuous, tiny, monkeypatch, caplog):
+    """Not if memory has too little to spare for their prefill, nor if most of it would be padding."""
+    monkeypatch.setattr(many, "AT_ONCE", 100)
+    row = Batch(tiny, rows=1, prompt_len=50, max_new_tokens=4).row_bytes
+    weights = sum(x.nbytes for x in jax.tree.leaves(tiny))
+    config = tiny.config
+    prefill = sum(lengths) * (3 * config.hidden_size + 2 * config.intermediate_size) * 4 * 3
+    monkeypatch.setattr(many, "memory_limit", lambda shard: weights + 8 * row + spare * prefill)
+    given = [list(range(1, 1 + length)) for length in lengths]
+    with caplog.at_level("INFO", logger=many.__name__):
+        results = kvjax.generate(tiny, given, max_new_tokens=4, ignore_eos=True)
+    assert (" prompts through " in caplog.text) == continuous
+    for prompt, result in zip(given, results, strict=True):
+        assert result.tokens == kvjax.generate(tiny, prompt, max_new_tokens=4, ignore_eos=True).tokens
+
+
 def test_one_row_that_does_not_fit_is_refused_before_it_runs(tiny, monkeypatch):
     monkeypatch.setattr(many, "memory_limit", lambda shard: 1000)
     with pytest.raises(ValueError, match=r"exceed the 1.0 kB of memory here"):

@@ -141,6 +141,7 @@ def test_tables_are_those_of_the_result_files():
     assert tables.several_devices() in SEVERAL_DEVICES
     assert tables.profiles() in SEVERAL_DEVICES
     assert tables.rounds() in SPEED
+    assert tables.public_calls() in SPEED
     assert tables.offload() in SPEED
 
 

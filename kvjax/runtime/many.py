@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from kvjax.cache import Shard, bucket
 from kvjax.models import Params
 from kvjax.models.sharding import along_data, bytes_per_device
+from kvjax.pallas_kernels import FEW_ROWS
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime.batch import Batch, Job
@@ -213,6 +214,11 @@ def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
     )
 
 
+def _even(count: int) -> int:
+    """A number of rows that GPUs multiply without padding, if there are many."""
+    return count - count % 8 if count > FEW_ROWS else count
+
+
 def _has(row: Row, name: str) -> bool:
     return not isinstance(row.request.sampler, Greedy) and getattr(row.request.sampler, name) is not None
 
@@ -224,7 +230,7 @@ def _batches_for(run: Run, parts: Sequence[Part], rows: Sequence[Row]) -> list[B
     """
     limit, wanted = memory_limit(run.shard), -(-len(rows) // len(parts))
     if run.batch_rows is None:
-        count = min(wanted, MOST_ROWS, _fits(run, parts[0], rows))
+        count = min(wanted, MOST_ROWS, _even(_fits(run, parts[0], rows)))
     else:
         count = min(wanted, -(-run.batch_rows // len(parts)))
     if count < 1:
@@ -242,7 +248,7 @@ def _batches_for(run: Run, parts: Sequence[Part], rows: Sequence[Row]) -> list[B
         over = 0 if limit is None or run.batch_rows is not None else peak - SHARE * limit
         if over <= 0 or count == 1:
             break
-        count = max(count - 1 - int(over // batches[0].row_bytes), 1)
+        count = _even(max(count - 1 - int(over // batches[0].row_bytes), 1))
     batch = batches[0]
     log.info(
         "%d prompts through %d rows of %s by %s; peak memory %s",

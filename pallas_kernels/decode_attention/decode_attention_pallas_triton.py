@@ -27,7 +27,7 @@ from .types import Attended, Rotation
 Rotated = Literal["all", "queries", "nothing"]
 """Which inputs the kernel rotates."""
 
-LONG_PART = 2048
+LONG_PART = 1280
 """Maximum slots of a part of a head, up to rounding."""
 
 LOOK = 1024
