@@ -10,7 +10,6 @@ token, and the seconds until the last prompt was read. `--peer FILE` adds rows t
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import time
@@ -103,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     config = PRESETS[args.shape]
     if args.layers is not None:
-        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+        config = config.with_depth(args.layers)
     if (args.trace is None) == (args.same is None):
         parser.error("give --trace or --same")
     if args.trace is not None:

@@ -66,7 +66,7 @@ class Case:
     def config(self) -> ModelConfig:
         """The model's configuration."""
         config = PRESETS[self.shape]
-        return config if self.layers is None else dataclasses.replace(config, num_layers=self.layers, windows=())
+        return config if self.layers is None else config.with_depth(self.layers)
 
     @property
     def shapes(self) -> Params:

@@ -121,7 +121,8 @@ def make_batches(
         if example.session is not None:
             together.setdefault(example.session, []).append(i)
             continue
-        rotation = config.rope.resolve(len(context) + len(question))  # `generate` runs each rotation of LongRoPE alone
+        # `generate` runs each rotation of LongRoPE alone
+        rotation = config.resolve_ropes(len(context) + len(question))
         key = bucket(len(context)), bucket(len(question)), example.max_new_tokens, example.stop, rotation
         groups.setdefault(key, []).append(i)
     batches = []

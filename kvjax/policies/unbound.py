@@ -86,7 +86,7 @@ def _stand_in(policy: Policy, head_dim: int) -> ModelConfig:
         if groups := getattr(part, "heads", ()):
             layers, heads = len(groups[0]), sum(len(group[0]) for group in groups)
     rope = RopeConfig(theta=1e4, dim=head_dim)
-    return ModelConfig("llama", 512, 512, 512, layers, 2 * heads, heads, head_dim, 1 << 20, rope)
+    return ModelConfig.uniform("llama", 512, 512, 512, layers, 2 * heads, heads, head_dim, 1 << 20, rope)
 
 
 def _prepared(policy: Policy, config: ModelConfig) -> Policy:

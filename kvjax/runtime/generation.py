@@ -559,8 +559,8 @@ class Run:
             alike = dataclasses.replace(row.request, seed=0, sampler=Greedy())
             numbers = tuple(jax.tree.leaves(jax.tree.map(float, row.request.sampler)))
             kinds = jax.tree.structure(row.request.sampler)
-            rope = self.params.config.rope.resolve(self._given(row))
-            groups.setdefault((rope, alike, kinds, numbers), []).append(i)
+            ropes = self.params.config.resolve_ropes(self._given(row))
+            groups.setdefault((ropes, alike, kinds, numbers), []).append(i)
         size = self.batch_rows or len(self.rows)
         return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
@@ -570,7 +570,7 @@ class Run:
         With LongRoPE, a sequence that outgrows the original window is prefilled again with the other rotation. Its
         samples then depend neither on `max_new_tokens` nor on other sequences. Hugging Face transformers does the same.
         """
-        most, window = row.request.max_new_tokens, self.params.config.rope.changes_after
+        most, window = row.request.max_new_tokens, self.params.config.rope_changes_after
         if window is None or row.again or self._given(row) > window:
             return most
         return min(most, window + 1 - self._given(row))
@@ -588,7 +588,7 @@ class Run:
             batch=-(-max(len(rows), min(self.batch_rows or 0, len(self.rows))) // self.shard.data) * self.shard.data,
             prompt_len=max(len(row.read_first) for row in rows),
             max_new_tokens=max(map(self._new_tokens, rows)),
-            max_total_tokens=given if self.params.config.rope.changes_after else max(map(self._total, rows)),
+            max_total_tokens=given if self.params.config.rope_changes_after else max(map(self._total, rows)),
             block=self.prefill_block,
             mesh=self.mesh,
         )

@@ -81,7 +81,7 @@ class Run(Protocol):
 
 def runs_continuously(run: Run) -> bool:
     """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
-    if run.single or jax.process_count() > 1 or run.params.config.rope.changes_after is not None:
+    if run.single or jax.process_count() > 1 or run.params.config.rope_changes_after is not None:
         return False
     try:
         check_no_host_cache(run.policy)

@@ -58,9 +58,8 @@ def memory_limit(shard: Shard) -> int | None:
 
 def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any = jnp.bfloat16) -> int:
     """Device bytes of the cache of one sequence of exactly `tokens` tokens, processed token by token."""
-    first, *_ = layer_specs(config, 1, 0, 1, dtype, total=tokens)
-    specs = (dataclasses.replace(first, layer=i, window=w, new_tokens=tokens) for i, w in enumerate(config.windows))
     bound = policy.bind(config)
+    specs = (dataclasses.replace(spec, new_tokens=tokens) for spec in layer_specs(config, 1, 0, 1, dtype, total=tokens))
     return sum(held_bytes(bound.layer(spec))[0] for spec in specs)
 
 
