@@ -166,7 +166,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.layers:
         config = config.with_depth(args.layers)
     new = 16 + CALLS * args.new_tokens
-    policy, shape = case.placed().bind(config), (case.rows, case.context, new, jnp.dtype(args.dtype))
+    policy, shape = case.placed().for_model(config), (case.rows, case.context, new, jnp.dtype(args.dtype))
     specs = layer_specs(config, *shape)
     start = time.perf_counter()
     made = jax.jit(lambda: init(config, jax.random.key(0), args.dtype))

@@ -34,8 +34,8 @@ from kvjax.pallas_kernels import (
     projection,
 )
 from kvjax.policies.attention_context import AttentionContext
-from kvjax.policies.base import CacheLayer, Carry
 from kvjax.policies.checks import calling, expect_same_state, expect_shape
+from kvjax.policies.layer import CacheLayer, Carry
 
 from .attention import causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
 from .layer import Layer, biased, layers_of

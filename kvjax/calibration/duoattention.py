@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.config import Rope
 from kvjax.models import Params, transformer
+from kvjax.models.attention import causal_attention
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.policies.duoattention import head_labels
 from kvjax.policies.profile import Labels
@@ -150,7 +151,7 @@ def gate_values(
     """
     texts, recited = (jnp.asarray(x) for x in with_passkeys(samples, settings))
     config = params.config
-    gates = jnp.ones((config.num_layers, config.num_kv_heads), jnp.float32)
+    gates = jnp.ones((len(config.compressed), config.for_policy.num_kv_heads), jnp.float32)
     falling = settings.steps // 5
     rate = optax.linear_schedule(settings.rate, settings.rate / 10, max(falling, 1), settings.steps - falling)
     optimiser = optax.adam(rate)
@@ -160,6 +161,9 @@ def gate_values(
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             kind = config.layers[layer]
+            if layer not in config.compressed:
+                return causal_attention(kind.mixer, ropes[kind], q, k, v)
+            own = gates[config.compressed.index(layer)]
             mix = partial(
                 gated_attention,
                 sinks=settings.sinks,
@@ -169,7 +173,7 @@ def gate_values(
             )
             # Attention is recomputed in the backward pass, as the attention weights of all layers would not fit in
             # memory.
-            return jax.checkpoint(lambda gate, q, k, v: mix(gate, ropes[kind], q, k, v))(gates[layer], q, k, v)
+            return jax.checkpoint(lambda gate, q, k, v: mix(gate, ropes[kind], q, k, v))(own, q, k, v)
 
         return transformer.hidden(params, text[None], attend)[0].astype(jnp.float32)
 

@@ -90,7 +90,7 @@ def _report(
         entry: dict[str, Any] = {"policy": cls.about.name, **dataclasses.asdict(policy)}
         caches.append(entry)
         try:
-            policy = policy.bind(config)
+            policy = policy.for_model(config)
         except PolicyError as error:  # it needs a profile of this model's heads, which is missing
             entry |= {"cache_bytes": None, "fits": None, "refused": str(error)}
             continue
@@ -111,7 +111,7 @@ def _report(
         "weight_bytes": weights,
         "weight_types": [dtype, *model.quantised],
         "cache_bytes_per_token": per_token,
-        "full_cache_bytes_at_window": per_token * config.context_length,
+        "full_cache_bytes_at_window": config.cache_bytes(config.context_length, itemsize),
         "prompt_len": prompt_len,
         "max_new_tokens": max_new_tokens,
         "memory": memory,

@@ -260,6 +260,17 @@ class ModelConfig:
         return tuple(layer.mixer.window for layer in self.layers)
 
     @functools.cached_property
+    def compressed(self) -> tuple[int, ...]:
+        """Layers that a policy compresses: those with full attention, or all layers if each has a window."""
+        full = tuple(i for i, window in enumerate(self.windows) if window is None)
+        return full or tuple(range(self.num_layers))
+
+    @functools.cached_property
+    def for_policy(self) -> "ModelConfig":
+        """The model as a policy sees it: only its `compressed` layers."""
+        return dataclasses.replace(self, layers=tuple(self.layers[i] for i in self.compressed))
+
+    @functools.cached_property
     def num_heads(self) -> int:
         """N, query heads of every layer."""
         return self._shared("mixer", "num_heads")
@@ -345,9 +356,16 @@ class ModelConfig:
         return tuple(layer.mixer.rope.resolve(length) for layer in self.kinds)
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of a full cache per token: a key and a value in every KV head of every layer."""
-        heads = (layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in self.layers)
-        return 2 * sum(heads) * itemsize
+        """Bytes of a full cache per token inside all windows: a key and a value in every KV head of every layer."""
+        return self.cache_bytes(1, itemsize)
+
+    def cache_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of the keys and values in a full cache of `tokens` tokens. Layers with a window keep only the window."""
+
+        def kept(layer: AttentionConfig) -> int:
+            return layer.num_kv_heads * layer.head_dim * min(tokens, layer.window or tokens)
+
+        return 2 * sum(kept(layer.mixer) for layer in self.layers) * itemsize
 
 
 def _at_least_one(config: Any, *names: str) -> None:

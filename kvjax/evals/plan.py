@@ -64,7 +64,7 @@ class Plan:
         if self.prefill_block is not None or batch.session or not batch.prompt:
             return self.prefill_block
         config = self.params.config
-        policy = policy.bind(config)
+        policy = policy.for_model(config)
         shard = get_shard(self.mesh, config, heads_coupled=policy.info.heads_coupled)
         return automatic_block(self.params, policy, shard, batch.rows, batch.prompt, batch.new_tokens)
 

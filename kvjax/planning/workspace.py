@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
-from kvjax.policies.base import CacheLayer, held_bytes
+from kvjax.policies.layer import CacheLayer, held_bytes
 from kvjax.runtime.engine import Engine
 
 _SPARE = 1.5

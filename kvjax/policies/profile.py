@@ -192,7 +192,11 @@ def missing(method: str, config: ModelConfig) -> PolicyError:
 
 
 def fingerprint(config: ModelConfig) -> str:
-    """Identify a model: family, layers × query heads × KV heads × head dim, and a hash of sizes and rope."""
+    """Identify a model: family, layers × query heads × KV heads × head dim, and a hash of sizes and rope.
+
+    Layers are those that policies compress (`ModelConfig.compressed`).
+    """
+    config = config.for_policy
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     if config.differ_in_windows_only:
         sizes = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers

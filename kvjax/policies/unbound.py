@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from kvjax.cache import layer_specs
 from kvjax.config import ModelConfig, RopeConfig
 
-from .base import Policy, check_reads_blocks
+from .base import Policy
 from .families.surrogates import missing_weights
 from .info import PolicyError
+from .layer import check_reads_blocks
 
 HEAD_DIMS = 64, 128, 256, 1024
 """Head sizes to try a policy with. A policy that refuses all of them is refused."""

@@ -17,7 +17,7 @@ from kvjax.cache import Shard, layer_specs
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
-from kvjax.policies.base import check_reads_blocks
+from kvjax.policies.layer import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
@@ -426,7 +426,7 @@ class Run:
         self.batch_rows = None if batch_rows is None else amount("rows", batch_rows)
         self.max_total_tokens = None if max_total_tokens is None else amount("max_total_tokens", max_total_tokens)
         self.continuous = continuous
-        self.policy = get_policy(policy, budget=budget).bind(params.config)
+        self.policy = get_policy(policy, budget=budget).for_model(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
         self.prefill_block = None if prefill_block is None else amount("prefill_block", prefill_block)

@@ -9,7 +9,7 @@ from policies.surrogates import model_inputs
 
 from kvjax.cache import layer_specs
 from kvjax.policies import Policy, PolicyError, get_policy, policies
-from kvjax.policies.base import check_reads_blocks
+from kvjax.policies.layer import check_reads_blocks
 from kvjax.policies.unbound import check_unbound
 
 MODEL = TINY.with_depth(8)
