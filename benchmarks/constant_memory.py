@@ -24,7 +24,7 @@ from kvjax.models import ModelConfig, init
 from kvjax.policies.text import split_policies
 from kvjax.runtime import decoding
 
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.uniform(
     family="llama",
     vocab_size=512,
     hidden_size=128,

@@ -219,7 +219,7 @@ def check() -> float:
     from kvjax.config import RopeConfig
     from kvjax.models import ModelConfig, init
 
-    config = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
+    config = ModelConfig.uniform("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
     worst = 0.0
     checked = (
         kvjax.get_policy("full"),

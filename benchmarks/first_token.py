@@ -11,7 +11,6 @@ Run them one after the other, so that each has the GPU to itself. `--peer` adds 
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import statistics
@@ -51,7 +50,7 @@ def main() -> None:
         parser.error("--out is for kvjax; keep what is printed, and give it to kvjax' run as --peer")
     config = PRESETS[args.shape]
     if args.layers is not None:
-        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+        config = config.with_depth(args.layers)
     sizes = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     programs = _vllm(config, args, sizes) if args.program == "vllm" else _kvjax(config, args)
     for policy, generate, about in programs:

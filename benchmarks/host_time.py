@@ -94,7 +94,7 @@ def worker(devices: int, calls: int) -> list[dict[str, Any]]:
     policy = get_policy(POLICY, budget=BUDGET)
     rows: list[dict[str, Any]] = []
     for layers in LAYERS:
-        config = ModelConfig("llama", 1000, 16, 16, layers, 2, 2, 8, 2**18, RopeConfig(theta=1e4, dim=8))
+        config = ModelConfig.uniform("llama", 1000, 16, 16, layers, 2, 2, 8, 2**18, RopeConfig(theta=1e4, dim=8))
         params = init(config, jax.random.key(0))
         if devices > 1:
             from kvjax.runtime.mesh import on_mesh

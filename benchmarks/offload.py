@@ -40,7 +40,7 @@ from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Greedy
 
-TINY = ModelConfig("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
+TINY = ModelConfig.uniform("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
 CALLS = 4
 """Calls of the decoding program that are timed, after one that is not."""
 
@@ -164,9 +164,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     case = Case.parse(args.one, args.context)
     config = PRESETS[args.shape]
     if args.layers:
-        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+        config = config.with_depth(args.layers)
     new = 16 + CALLS * args.new_tokens
-    policy, shape = case.placed().bind(config), (case.rows, case.context, new, jnp.dtype(args.dtype))
+    policy, shape = case.placed().for_model(config), (case.rows, case.context, new, jnp.dtype(args.dtype))
     specs = layer_specs(config, *shape)
     start = time.perf_counter()
     made = jax.jit(lambda: init(config, jax.random.key(0), args.dtype))

@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     config = PRESETS[args.shape]
     if args.layers is not None:
-        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+        config = config.with_depth(args.layers)
     out = args.out or Path(f"benchmarks/results/phases-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))
     params = init(config, random_key(0), "bfloat16")

@@ -103,7 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     config = PRESETS[args.shape]
     if args.layers is not None:
-        config = dataclasses.replace(config, num_layers=args.layers, windows=())
+        config = config.with_depth(args.layers)
     if (args.trace is None) == (args.same is None):
         parser.error("give --trace or --same")
     if args.trace is not None:

@@ -340,7 +340,7 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         *(i for i, text in enumerate(texts[:vocab_size] if isinstance(texts, list) else ()) if text in END_TEXTS),
     )
     try:
-        return ModelConfig(
+        return ModelConfig.uniform(
             family=family_name,
             vocab_size=vocab_size,
             hidden_size=fields.embedding_length,

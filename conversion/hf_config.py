@@ -224,7 +224,7 @@ def from_hf(
     default_eos = [token for token in family.eos if token < held.vocab_size]
     default_bos = [token for token in (family.bos,) if token is not None and token < held.vocab_size]
     try:
-        return ModelConfig(
+        return ModelConfig.uniform(
             family=family_name,
             vocab_size=held.vocab_size,
             hidden_size=held.hidden_size,
@@ -297,14 +297,25 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.mlp_bias:
         fields["mlp_bias"] = config.mlp_bias
     fields |= _windows_to_hf(config, family)
-    if from_hf(fields) != config:
-        differing = [
-            f.name for f in dataclasses.fields(config) if getattr(from_hf(fields), f.name) != getattr(config, f.name)
-        ]
-        raise CheckpointError(
-            f"a {config.family} config.json cannot express {', '.join(f'{n}={getattr(config, n)!r}' for n in differing)}"
-        )
+    if (read := from_hf(fields)) != config:
+        raise CheckpointError(f"a {config.family} config.json cannot express {', '.join(_differing(config, read))}")
     return fields
+
+
+def _differing(config: Any, read: Any) -> list[str]:
+    """Fields of a dataclass that were read with another value, as text. Those of layers are listed alone."""
+    found: list[str] = []
+    for field in dataclasses.fields(config):
+        own, other = getattr(config, field.name), getattr(read, field.name)
+        if own == other:
+            continue
+        if field.name == "layers" and len(own) == len(other):
+            found += next(_differing(a, b) for a, b in zip(own, other, strict=True) if a != b)
+        elif dataclasses.is_dataclass(own) and type(own) is type(other) and field.name != "rope":
+            found += _differing(own, other)
+        else:
+            found.append(f"{field.name}={own!r}")
+    return found
 
 
 def _refuse_unsupported(config: _Config, source: str) -> None:

@@ -6,9 +6,9 @@ one parameter; fused projections contain two or three. Loading slices the rows, 
 
 from collections.abc import Mapping
 
-from kvjax.config import ModelConfig
+from kvjax.config import LayerConfig, ModelConfig
 
-from .hf_config import FAMILIES
+from .hf_config import FAMILIES, Family
 
 Layout = Mapping[str, tuple[str, ...]]
 """Checkpoint tensor name → parameters in its rows, named as by `kvjax.models.params.name_of`."""
@@ -17,6 +17,19 @@ Layout = Mapping[str, tuple[str, ...]]
 def hf_layout(config: ModelConfig) -> Layout:
     """Layout of a Hugging Face checkpoint of `config.family`."""
     family = FAMILIES[config.family]
+    blocks = {kind: _block(family, kind) for kind in config.kinds}
+    layout: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("embed",), "model.norm.weight": ("norm",)}
+    if not config.tied:
+        layout["lm_head.weight"] = ("head",)
+    for i, kind in enumerate(config.layers):
+        layout |= {
+            f"model.layers.{i}.{name}": tuple(f"layers.{i}.{p}" for p in held) for name, held in blocks[kind].items()
+        }
+    return layout
+
+
+def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
+    """Layout of one layer, without the prefixes of its number."""
     block: dict[str, tuple[str, ...]] = {
         "input_layernorm.weight": ("attn_norm",),
         "self_attn.o_proj.weight": ("attn.o",),
@@ -26,13 +39,13 @@ def hf_layout(config: ModelConfig) -> Layout:
         block["self_attn.qkv_proj.weight"] = ("attn.q", "attn.k", "attn.v")
     else:
         block |= {f"self_attn.{x}_proj.weight": (f"attn.{x}",) for x in "qkv"}
-    if config.qkv_bias:
+    if kind.mixer.qkv_bias:
         block |= {f"self_attn.{x}_proj.bias": (f"attn.{x}_bias",) for x in "qkv"}
-    if config.output_bias:
+    if kind.mixer.output_bias:
         block["self_attn.o_proj.bias"] = ("attn.o_bias",)
-    if config.qk_norm:
+    if kind.mixer.qk_norm:
         block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
-    if config.sandwich_norms:
+    if kind.norms == "both":
         block["post_self_attn_layernorm.weight"] = ("attn_post_norm",)
         block["post_mlp_layernorm.weight"] = ("mlp_post_norm",)
     block["post_attention_layernorm.weight"] = ("mlp_norm",)
@@ -40,12 +53,6 @@ def hf_layout(config: ModelConfig) -> Layout:
         block["mlp.gate_up_proj.weight"] = ("mlp.gate", "mlp.up")
     else:
         block |= {f"mlp.{x}_proj.weight": (f"mlp.{x}",) for x in ("gate", "up")}
-    if config.mlp_bias:
+    if kind.mlp.bias:
         block |= {f"mlp.{x}_proj.bias": (f"mlp.{x}_bias",) for x in ("gate", "up", "down")}
-
-    layout: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("embed",), "model.norm.weight": ("norm",)}
-    if not config.tied:
-        layout["lm_head.weight"] = ("head",)
-    for i in range(config.num_layers):
-        layout |= {f"model.layers.{i}.{name}": tuple(f"layers.{i}.{p}" for p in held) for name, held in block.items()}
-    return layout
+    return block

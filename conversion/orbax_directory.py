@@ -23,7 +23,7 @@ import tensorstore
 from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join, parameter_shapes
-from .config_json import Header, config_from_json, config_to_json
+from .config_json import VERSION, Header, config_from_json, config_to_json
 from .errors import CheckpointError, told
 from .schema import Size, Strict, checked
 from .text_files import present, read_json
@@ -31,8 +31,6 @@ from .tokenizer import Tokenizer
 
 MARK = "kvjax.json"
 """The file that identifies a kvjax checkpoint."""
-
-VERSION = 1
 
 _HEADER = b"/.zarray"
 """Suffix of the keys under which the store has an array's shape, type and chunks."""
@@ -45,11 +43,7 @@ def open_orbax(path: Path) -> Checkpoint:
         CheckpointError: the version is not supported, fields are unknown, or the Orbax checkpoint is damaged.
     """
     header = checked(Header, read_json(path / MARK), path / MARK)
-    if header.version != VERSION:
-        raise CheckpointError(
-            f"{path / MARK}: version {header.version} is not supported; this kvjax reads version {VERSION}"
-        )
-    config = config_from_json(header.config, str(path / MARK))
+    config = config_from_json(header.config, str(path / MARK), header.version)
     directory = path / "params"
     for file in directory.rglob("*"):
         if not file.is_dir():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
-from kvjax.config import ModelConfig
+from kvjax.config import LayerConfig, ModelConfig
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
 
 PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
@@ -105,8 +105,8 @@ class Params:
         }
         return (
             f"Params({c.family}, {numbers:,} parameters, {' and '.join(sorted(kinds))}, {decimal(nbytes)}\n"
-            f"  {c.num_layers} layers of width {c.hidden_size}, {c.num_heads} query heads on {c.num_kv_heads} KV heads of "
-            f"{c.head_dim}, vocabulary of {c.vocab_size}, window of {c.context_length} tokens\n"
+            f"  {c.num_layers} layers of width {c.hidden_size}, {c.heads_text}, vocabulary of {c.vocab_size}, "
+            f"window of {c.context_length} tokens\n"
             f"  tokenizer={self.tokenizer!r})"
         )
 
@@ -134,46 +134,53 @@ def abstract(
     """
     c = config
     array = functools.partial(_struct, dtype=dtype)
-
-    def optional(present: bool, *shape: int) -> Any:
-        return array(*shape) if present else None
-
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = Block(
-        attn_norm=array(c.hidden_size),
-        attn=Attention(
-            q=array(queries, c.hidden_size),
-            k=array(keys, c.hidden_size),
-            v=array(keys, c.hidden_size),
-            o=array(c.hidden_size, queries),
-            q_bias=optional(c.qkv_bias, queries),
-            k_bias=optional(c.qkv_bias, keys),
-            v_bias=optional(c.qkv_bias, keys),
-            o_bias=optional(c.output_bias, c.hidden_size),
-            q_norm=optional(c.qk_norm, c.head_dim),
-            k_norm=optional(c.qk_norm, c.head_dim),
-        ),
-        mlp_norm=array(c.hidden_size),
-        mlp=MLP(
-            gate=array(c.intermediate_size, c.hidden_size),
-            up=array(c.intermediate_size, c.hidden_size),
-            down=array(c.hidden_size, c.intermediate_size),
-            gate_bias=optional(c.mlp_bias, c.intermediate_size),
-            up_bias=optional(c.mlp_bias, c.intermediate_size),
-            down_bias=optional(c.mlp_bias, c.hidden_size),
-        ),
-        attn_post_norm=optional(c.sandwich_norms, c.hidden_size),
-        mlp_post_norm=optional(c.sandwich_norms, c.hidden_size),
-    )
+    kinds = {kind: _abstract_block(kind, c.hidden_size, dtype) for kind in c.kinds}
     shapes = Params(
         embed=array(c.vocab_size, c.hidden_size),
-        layers=(layer,) * c.num_layers,
+        layers=tuple(kinds[kind] for kind in c.layers),
         norm=array(c.hidden_size),
-        head=optional(not c.tied, c.vocab_size, c.hidden_size),
+        head=None if c.tied else array(c.vocab_size, c.hidden_size),
         config=config,
         tokenizer=tokenizer,
     )
     return tree_map_named(lambda name, leaf: quantized_shape(leaf, kind_of(name, weights, embedding)), shapes)
+
+
+def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
+    """Shapes of one layer's parameters, for a residual stream of `width`."""
+    array = functools.partial(_struct, dtype=dtype)
+
+    def optional(present: bool, *shape: int) -> Any:
+        return array(*shape) if present else None
+
+    a, mlp, post = kind.mixer, kind.mlp, kind.norms == "both"
+    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    return Block(
+        attn_norm=array(width),
+        attn=Attention(
+            q=array(queries, width),
+            k=array(keys, width),
+            v=array(keys, width),
+            o=array(width, queries),
+            q_bias=optional(a.qkv_bias, queries),
+            k_bias=optional(a.qkv_bias, keys),
+            v_bias=optional(a.qkv_bias, keys),
+            o_bias=optional(a.output_bias, width),
+            q_norm=optional(a.qk_norm, a.head_dim),
+            k_norm=optional(a.qk_norm, a.head_dim),
+        ),
+        mlp_norm=array(width),
+        mlp=MLP(
+            gate=array(mlp.width, width),
+            up=array(mlp.width, width),
+            down=array(width, mlp.width),
+            gate_bias=optional(mlp.bias, mlp.width),
+            up_bias=optional(mlp.bias, mlp.width),
+            down_bias=optional(mlp.bias, width),
+        ),
+        attn_post_norm=optional(post, width),
+        mlp_post_norm=optional(post, width),
+    )
 
 
 def kind_of(name: str, weights: Any, embedding: Any) -> Any:

@@ -22,25 +22,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._util.any_rank import any_rank
-from kvjax.cache import LayerSpec, PromptKV, Shard, Token, TokenBlock, where_rows
+from kvjax.cache import PromptKV, Shard, Token, TokenBlock, where_rows
 from kvjax.cache.shard import ONE_DEVICE
-from kvjax.config import ModelConfig, Rope
 from kvjax.pallas_kernels import (
     BlockWeights,
     Matrix,
     Norm,
     QuantizedMatrix,
     fused_decode_block,
-    gated_projection,
     lookup,
-    prefill_attention,
     projection,
 )
 from kvjax.policies.attention_context import AttentionContext
-from kvjax.policies.base import CacheLayer, Carry
 from kvjax.policies.checks import calling, expect_same_state, expect_shape
+from kvjax.policies.layer import CacheLayer, Carry
 
-from .params import MLP, Block, Params
+from .attention import causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
+from .layer import Layer, biased, layers_of
+from .mlp import hidden_units
+from .params import Params
 
 HEAD_BLOCK = 256
 """Positions that pass through the vocabulary head at a time when a text is scored."""
@@ -100,14 +100,15 @@ def hidden(
         shard: how devices share the model.
     """
     config = params.config
-    rope = config.rope.resolve(tokens.shape[1])
+    ropes = dict(zip(config.kinds, config.resolve_ropes(tokens.shape[1]), strict=True))
 
     def causal(layer: int, q: Array, k: Array, v: Array) -> Array:
-        return _causal(rope, config, config.windows[layer], q, k, v)
+        kind = config.layers[layer]
+        return causal_attention(kind.mixer, ropes[kind], q, k, v)
 
     x = _embed(params, tokens, shard)
-    for i, layer in enumerate(params.layers):
-        x = _block(config, layer, x, partial(attend or causal, i), shard)
+    for i, layer in enumerate(layers_of(params)):
+        x = _block(layer, x, partial(attend or causal, i), shard)
     return x
 
 
@@ -132,12 +133,12 @@ def prefill(
         Logits of each row's last token (only that position passes through the vocabulary head), and one state per
             layer.
     """
-    config, shard = params.config, caches[0].spec.shard
+    shard = caches[0].spec.shard
     x = _embed(params, tokens, shard)
     states: list[Any] = []
     carry: Carry = {}
-    for layer, cache in zip(params.layers, caches, strict=True):
-        around = partial(_surrounded, config, layer, x, cache)
+    for layer, cache in zip(layers_of(params), caches, strict=True):
+        around = partial(_surrounded, layer, x, cache)
 
         def attend(
             q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, around: Callable[[Carry], Carry] = around
@@ -147,13 +148,13 @@ def prefill(
             prompt = PromptKV.of(spec.rope, q, k, v, lengths, total)
             with calling(cache, "prefill"):
                 state, carry = cache.prefill(prompt, around(carry))
-            out = _prompt_attention(spec, prompt)
+            out = prompt_attention(spec, prompt)
             # Compress now: XLA otherwise delays it to the end, and keeps the keys and values of all layers until then.
             out, state = jax.lax.optimization_barrier((out, state))
             states.append(state)
             return out
 
-        x = _block(config, layer, x, attend, shard)
+        x = _block(layer, x, attend, shard)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return _logits(params, last, shard), tuple(states)
 
@@ -181,16 +182,16 @@ def decode_step(
     Returns:
         The next token's logits, and the states with the token appended.
     """
-    config, layers, shard = params.config, params.layers, caches[0].spec.shard
+    layers, shard = layers_of(params), caches[0].spec.shard
     x = before = _embed(params, token, shard)
     heads: tuple[Array, Array, Array] | None = None
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*(heads or _heads_of(config, layer, x)), pos, cache.spec.rope, live)
+        new = Token(*(heads or heads_of(layer, x)), pos, cache.spec.rope, live)
         if i > 0:
             with calling(cache, "look_ahead"):
-                carry = cache.look_ahead(partial(_queries_ahead, params, i, before), pos, carry)
+                carry = cache.look_ahead(partial(queries_ahead, layers[i - 1], layer, before), pos, carry)
         with calling(cache, "append"):
             held = cache.append(state, new)
         expect_same_state(cache, "append", state, held)
@@ -200,8 +201,8 @@ def decode_step(
         expect_same_state(cache, "attend", held, after)
         updated.append(after if live is None else where_rows(live, after, held))
         before, out = x, out.reshape(*x.shape[:-1], -1)
-        fused = _fused(config, layer, layers[i + 1], shard) if i + 1 < len(layers) else None
-        x, heads = (_rest(config, layer, x, out, shard), None) if fused is None else fused(x, out)
+        fused = _fused(layer, layers[i + 1], shard) if i + 1 < len(layers) else None
+        x, heads = (_rest(layer, x, out, shard), None) if fused is None else fused(x, out)
     return _logits(params, x, shard), tuple(updated)
 
 
@@ -233,8 +234,8 @@ def read_block(
     x = _embed(params, tokens, shard)
     updated: list[Any] = []
     carry: Carry = {}
-    for layer, cache, state in zip(params.layers, caches, states, strict=True):
-        around = partial(_surrounded, params.config, layer, x, cache)
+    for layer, cache, state in zip(layers_of(params), caches, states, strict=True):
+        around = partial(_surrounded, layer, x, cache)
 
         def attend(
             q: Array,
@@ -253,21 +254,9 @@ def read_block(
             updated.append(state)
             return out
 
-        x = _block(params.config, layer, x, attend, shard)
+        x = _block(layer, x, attend, shard)
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return _logits(params, last, shard), tuple(updated)
-
-
-def _prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
-    """Attention over a whole prompt. Devices with the same KV heads split the query heads, if the split is even."""
-    shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
-    q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
-    own, part = divmod(spec.num_heads, shard.same_heads)
-    if shard.same_heads > 1 and not part and (own % group == 0 or group % own == 0):
-        first = shard.same_heads_index() * own
-        q = jax.lax.dynamic_slice_in_dim(q, first, own, axis=2)
-        k, v = (jax.lax.dynamic_slice_in_dim(x, first // group, max(own // group, 1), axis=2) for x in (k, v))
-    return prefill_attention(q, k, v, scale=spec.scale, window=spec.window)
 
 
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
@@ -280,83 +269,61 @@ def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     return shard.sum_over_model(jnp.where(mine[..., None], vectors, jnp.zeros((), vectors.dtype)))
 
 
-def _block(
-    config: ModelConfig, layer: Block, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE
-) -> Float[Array, "... D"]:
+def _block(layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each with a norm before it (and after it, in some families) and a residual."""
-    out = attend(*_heads_of(config, layer, x))
-    return _rest(config, layer, x, out.reshape(*x.shape[:-1], -1), shard)
+    out = attend(*heads_of(layer, x))
+    return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
 
-def _surrounded(
-    config: ModelConfig, layer: Block, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry
-) -> Carry:
+def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry) -> Carry:
     """The carry for a layer with input `x`. An `AttentionContext` is added if the layer needs one."""
     if not cache.needs_context:
         return carry
-    norm, matrix, shard = Norm(layer.attn_norm, config.norm_eps), layer.attn.o, cache.spec.shard
+    norm, matrix, shard = layer.norm(layer.params.attn_norm), layer.params.attn.o, cache.spec.shard
 
     def output() -> Float[Array, "N H D"]:
         wide = shard.gather_over_same_heads(
             matrix.dequantized(jnp.float32) if isinstance(matrix, QuantizedMatrix) else matrix
         )
-        return wide.T.reshape(-1, config.head_dim, wide.shape[0])
+        return wide.T.reshape(-1, cache.spec.head_dim, wide.shape[0])
 
     return AttentionContext(lambda: norm(x), output).with_context(carry)
 
 
-def _heads_of(config: ModelConfig, layer: Block, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
-    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`."""
-    p = layer.attn
-    return _shaped(config, layer, projection(x, p.q, p.k, p.v, norm=Norm(layer.attn_norm, config.norm_eps)))
-
-
-def _fused(config: ModelConfig, layer: Block, following: Block, shard: Shard) -> Fused | None:
+def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
     """One operation for the rest of `layer` and the heads of the `following` layer.
 
     None where the model has biases or norms between the matrices, or where devices all-reduce between them.
     """
-    p, mlp, after, eps = layer.attn, layer.mlp, following.attn, config.norm_eps
-    between = p.o_bias, layer.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, layer.mlp_post_norm
+    own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
+    between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
     if shard.model > 1 or any(a is not None for a in between):
         return None
-    norms = Norm(layer.mlp_norm, eps), Norm(following.attn_norm, eps)
+    norms = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)
     weights = BlockWeights(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
 
     def fused(x: Array, out: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         moved = fused_decode_block(out, x, weights)
-        return moved.x, _shaped(config, following, [moved.q, moved.k, moved.v])
+        return moved.x, split_heads(following, [moved.q, moved.k, moved.v])
 
     return fused
 
 
-def _shaped(config: ModelConfig, layer: Block, products: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """Split q, k and v into heads, with biases and norms if the family has them."""
-    p, (q, k, v) = layer.attn, products
-    return _heads(config, q, p.q_bias, p.q_norm), _heads(config, k, p.k_bias, p.k_norm), _heads(config, v, p.v_bias)
-
-
 def _rest(
-    config: ModelConfig,
-    layer: Block,
+    layer: Layer,
     x: Float[Array, "... D"],
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
 ) -> Array:
     """Residual stream after a layer whose attention output is `out`."""
-    p, mlp = layer.attn, layer.mlp
-    if (
-        out.shape[-1] == config.num_heads // shard.heads * config.head_dim
-    ):  # `out` has all columns, not only this device's
+    p, attn, mlp, mixer = layer.params, layer.params.attn, layer.params.mlp, layer.config.mixer
+    if out.shape[-1] == mixer.num_heads // shard.heads * mixer.head_dim:  # all columns, not only this device's
         out = shard.own_columns(out)
-    x = _joined(config, x, out, p.o, p.o_bias, layer.attn_post_norm, shard)
-    h = _gated(mlp, x, Norm(layer.mlp_norm, config.norm_eps))
-    return _joined(config, x, h, mlp.down, mlp.down_bias, layer.mlp_post_norm, shard)
+    x = _joined(layer, x, out, attn.o, attn.o_bias, p.attn_post_norm, shard)
+    return _joined(layer, x, hidden_units(layer, x), mlp.down, mlp.down_bias, p.mlp_post_norm, shard)
 
 
-def _joined(
-    config: ModelConfig, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard
-) -> Array:
+def _joined(layer: Layer, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard) -> Array:
     """Add the projection of `h` by `w` to the residual stream `x`."""
     if shard.model > 1:
         exact = x.size <= SMALL_SUM  # larger sums are rounded to the model's type before the all-reduce
@@ -366,37 +333,8 @@ def _joined(
         return projection(h, w, residual=x)[0]
     else:
         (y,) = projection(h, w)
-    y = _biased(y, bias)
-    return x + (y if norm is None else Norm(norm, config.norm_eps)(y))
-
-
-def _gated(p: MLP, x: Array, norm: Norm) -> Array:
-    if p.gate_bias is None and p.up_bias is None:
-        return gated_projection(x, p.gate, p.up, norm=norm)
-    gate, up = projection(x, p.gate, p.up, norm=norm)
-    return jax.nn.silu(_biased(gate, p.gate_bias)) * _biased(up, p.up_bias)
-
-
-def _heads(config: ModelConfig, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
-    h = _biased(h, bias).reshape(*h.shape[:-1], -1, config.head_dim)
-    return h if norm is None else Norm(norm, config.norm_eps)(h)
-
-
-def _biased(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
-
-
-def _queries_ahead(params: Params, layer: int, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
-    """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
-    config, p = params.config, params.layers[layer].attn
-    (q,) = projection(x, p.q, norm=Norm(params.layers[layer - 1].attn_norm, config.norm_eps))
-    return _heads(config, q, p.q_bias, p.q_norm)
-
-
-def _causal(rope: Rope, config: ModelConfig, window: int | None, q: Array, k: Array, v: Array) -> Array:
-    pos = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
-    scale = config.head_dim**-0.5
-    return prefill_attention(rope.rotate(q, pos), rope.rotate(k, pos), v, scale=scale, window=window)
+    y = biased(y, bias)
+    return x + (y if norm is None else layer.norm(norm)(y))
 
 
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:

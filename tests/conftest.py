@@ -166,7 +166,7 @@ def smollm2() -> Params:
 @pytest.fixture(scope="session")
 def tiny() -> Params:
     """A random Llama in float32: 2 layers, 4 query heads on 2 KV heads of 16, vocabulary 64, window 256."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         family="llama",
         vocab_size=64,
         hidden_size=48,

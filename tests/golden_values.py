@@ -57,7 +57,7 @@ NOISE = 3e-6
 MOVES = 3e-5
 """By how much that noise may move a log-probability. (Least squares move more: `LOOSE`.)"""
 
-CONFIG = ModelConfig("llama", 12, 32, 48, 2, 4, 2, 16, 256, RopeConfig(theta=100.0, dim=16))
+CONFIG = ModelConfig.uniform("llama", 12, 32, 48, 2, 4, 2, 16, 256, RopeConfig(theta=100.0, dim=16))
 """2 layers of width 32, 4 query heads on 2 KV heads of 16. With a vocabulary of 12, float32 rounds log-probabilities by less than 1e-6."""
 
 LENGTHS = 45, 23

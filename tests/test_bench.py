@@ -403,7 +403,7 @@ def test_peers_are_measured_once_and_in_floats() -> None:
 @pytest.mark.parametrize("policy", ["chelsea:32,every=8,sinks=2,recent=4", "treekv:32,sinks=2"])
 def test_a_text_longer_than_the_cache(policy: str, small: Case, tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held and what the program takes do not grow with the text, in a layer."""
-    layer = init(dataclasses.replace(tiny.config, num_layers=1, windows=()), jax.random.key(0))
+    layer = init(tiny.config.with_depth(1), jax.random.key(0))
     monkeypatch.setitem(presets.PRESETS, "tiny", layer.config)
     name, settings = read_policy(policy)
     cases = [

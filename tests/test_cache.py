@@ -45,7 +45,9 @@ def test_capacities_are_even():
 
 def test_what_layers_are_told():
     """Of a model whose second layer alone has a sliding window."""
-    config = ModelConfig("qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16), windows=(None, 20))
+    config = ModelConfig.uniform(
+        "qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16), windows=(None, 20)
+    )
     first, second = cache.layer_specs(config, 3, 65, 7, jnp.bfloat16)
     assert (first.layer, first.num_layers, first.batch, first.num_heads, first.num_kv_heads) == (0, 2, 3, 8, 2)
     assert (first.head_dim, first.prompt_len, first.new_tokens, first.dtype) == (16, 96, 8, jnp.bfloat16)
@@ -58,7 +60,7 @@ def test_what_layers_are_told():
 
 def test_specs_of_equal_sizes_are_the_same():
     """Programs are found by them. Hashes differ between processes, so a copy from a file has none."""
-    config = ModelConfig("qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16))
+    config = ModelConfig.uniform("qwen2", 64, 64, 96, 2, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16))
     one, other = (cache.layer_specs(config, 1, length, 8, "float32") for length in (70, 90))
     assert one is other
     spec = one[0]
@@ -72,7 +74,7 @@ def test_specs_of_equal_sizes_are_the_same():
 def test_few_sizes_serve_all_lengths():
     assert [cache.bucket(n) for n in (0, 1, 64, 65, 96, 97, 1000)] == [0, 64, 64, 96, 96, 128, 1024]
     assert [cache.bucket(n, 8) for n in (0, 1, 8, 9, 12, 13, 100)] == [0, 8, 8, 12, 12, 16, 128]
-    config = ModelConfig("qwen2", 64, 64, 96, 1, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16))
+    config = ModelConfig.uniform("qwen2", 64, 64, 96, 1, 8, 2, 16, 256, RopeConfig(theta=1e4, dim=16))
     sizes = {cache.layer_specs(config, 1, 700, new, jnp.float32)[0].new_tokens for new in range(1, 4097)}
     assert len(sizes) == 19
 

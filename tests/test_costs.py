@@ -17,7 +17,7 @@ from kvjax.runtime import decoding
 
 pytestmark = pytest.mark.optimised
 
-CONFIG = ModelConfig("llama", 512, 128, 256, 2, 4, 2, 32, 8192, RopeConfig(1e4, 32))
+CONFIG = ModelConfig.uniform("llama", 512, 128, 256, 2, 4, 2, 32, 8192, RopeConfig(1e4, 32))
 
 PASSES = 5.0
 """Times that a step on a CPU goes over the cache, by the compiler's count: keys and values, the copies that its matrix products

@@ -211,7 +211,7 @@ def test_a_prompt_grows_no_longer_than_there_is_room(tiny):
 def test_states_of_other_engines_are_refused(tiny, other, says):
     """Also those whose arrays have the same shapes, by all that takes a state, and what was saved by `resume`."""
     models = {
-        "layers": init(dataclasses.replace(tiny.config, num_layers=1, windows=()), jax.random.key(0)),
+        "layers": init(tiny.config.with_depth(1), jax.random.key(0)),
         "weights": init(tiny.config, jax.random.key(1)),
     }
     sizes = {"model": tiny, "policy": "h2o:24", "batch": 2, "prompt_len": 40, "max_new_tokens": 8, "block": 64}

@@ -152,7 +152,7 @@ def longrope(letters):
     """The tiny model with other rotations beyond 20 tokens, so different that tokens differ."""
     scaling = LongRope((1.0,) * 8, tuple(4.0 + i for i in range(8)), original_max_position=20, factor=8.0)
     rope = RopeConfig(1e4, 16, scaling=scaling)
-    return letters.replace(config=dataclasses.replace(letters.config, rope=rope))
+    return letters.replace(config=letters.config.with_attention(rope=rope))
 
 
 def test_longrope_rows_keep_their_own_rotation(longrope):
@@ -176,7 +176,7 @@ def test_longrope_tokens_do_not_depend_on_how_many_are_asked_for(longrope, polic
     for name, before in (("short_factor", []), ("long_factor", tokens[40][:window])):
         same = dataclasses.replace(scaling, short_factor=getattr(scaling, name), long_factor=getattr(scaling, name))
         params = longrope.replace(
-            config=dataclasses.replace(longrope.config, rope=dataclasses.replace(longrope.config.rope, scaling=same))
+            config=longrope.config.with_attention(rope=dataclasses.replace(longrope.config.rope, scaling=same))
         )
         found = kvjax.generate(params, PROMPT + before, max_new_tokens=40 - len(before), **options).tokens
         if before:
@@ -206,7 +206,7 @@ def test_a_scaled_window_is_not_left(tiny):
     from kvjax.config import RopeConfig, Yarn
 
     rope = RopeConfig(1e4, 16, scaling=Yarn(4.0, 256))
-    params = tiny.replace(config=dataclasses.replace(tiny.config, rope=rope))
+    params = tiny.replace(config=tiny.config.with_attention(rope=rope))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvjax.generate(params, PROMPT * 31, max_new_tokens=9)

@@ -1,5 +1,6 @@
 """What can be said of a mesh on one device: its text, its errors, and how parameters are sharded."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 import kvjax
 from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.cache.shard import COPIES, DATA, HEADS, SAME_HEADS, SLOTS, Shard
-from kvjax.config import RopeConfig
+from kvjax.config import MLPConfig, RopeConfig
 from kvjax.models import ModelConfig, abstract
+from kvjax.models.attention import prompt_attention
 from kvjax.models.params import quantized_shape, tree_map_named
 from kvjax.models.sharding import get_mesh, get_shard, partition, place, place_from
-from kvjax.models.transformer import _prompt_attention
 from kvjax.policies import KIVI, Full
 from kvjax.runtime.mesh import first_row, over_mesh, policy_shard, repeated_row, resumed, saved, state_partitions
 
@@ -80,16 +81,9 @@ def test_host_memory_is_refused(tiny):
 
 def test_every_matrix_is_sharded(tiny):
     """Of all that a model has, only norms, and biases after a sum, are whole on every device."""
-    config = ModelConfig(
-        **{
-            **vars(tiny.config),
-            "qkv_bias": True,
-            "output_bias": True,
-            "mlp_bias": True,
-            "sandwich_norms": True,
-            "qk_norm": True,
-        }
-    )
+    config = tiny.config.with_attention(qkv_bias=True, output_bias=True, qk_norm=True)
+    layer = dataclasses.replace(config.layers[0], mlp=MLPConfig(96, bias=True), norms="both")
+    config = dataclasses.replace(config, layers=(layer,) * 2)
     whole = set()
     tree_map_named(
         lambda name, leaf: (
@@ -180,7 +174,7 @@ def test_the_first_row_is_repeated_for_all(tiny):
 @pytest.mark.parametrize(("heads", "kv_heads", "copies", "own"), [(4, 1, 2, 2), (6, 2, 3, 6)])
 def test_devices_with_the_same_heads_divide_the_prompts_queries(heads, kv_heads, copies, own):
     """Each attends with the query heads of its columns; with all, where those of a device are parts of two groups."""
-    config = ModelConfig("llama", 64, 48, 96, 1, heads, kv_heads, 4, 256, RopeConfig(theta=1e4, dim=4))
+    config = ModelConfig.uniform("llama", 64, 48, 96, 1, heads, kv_heads, 4, 256, RopeConfig(theta=1e4, dim=4))
     spec = spec_on(shard_of(copies=copies), config)
     random, lengths = np.random.default_rng(0), to_jax([8, 8], jnp.int32)
     q, k, v = (to_jax(random.normal(size=(2, 8, n, 4)), jnp.float32) for n in (heads, kv_heads, kv_heads))
@@ -188,8 +182,8 @@ def test_devices_with_the_same_heads_divide_the_prompts_queries(heads, kv_heads,
     @jax.jit
     def attended(q, k, v):
         prompt = PromptKV(q, k, v, q, k, None, lengths, lengths, lengths)
-        own = each_device(lambda prompt: _prompt_attention(spec, prompt), copies)(prompt)
-        return own[:, 0], _prompt_attention(spec.whole, prompt)
+        own = each_device(lambda prompt: prompt_attention(spec, prompt), copies)(prompt)
+        return own[:, 0], prompt_attention(spec.whole, prompt)
 
     parts, whole = attended(q, k, v)
     for device, part in enumerate(np.asarray(parts)):

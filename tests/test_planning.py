@@ -34,7 +34,7 @@ def rows(name: str) -> list[dict]:
 
 def shallow(name: str, layers: int) -> ModelConfig:
     """The first layers of a large model."""
-    return dataclasses.replace(PRESETS[name], num_layers=layers, windows=())
+    return PRESETS[name].with_depth(layers)
 
 
 @pytest.mark.parametrize("name", ["fits-v5e", "fits-v5e-2x2"])
@@ -147,7 +147,7 @@ def test_fit_takes_the_widest_weights_and_then_the_largest_budget() -> None:
 @pytest.mark.parametrize("scaling", [Yarn(4.0, 256), Linear(4.0)])
 def test_scaled_windows(tiny, scaling) -> None:
     """The default context is the window with its scaling, and no more than that is said to be beyond it."""
-    config = dataclasses.replace(tiny.config, rope=dataclasses.replace(tiny.config.rope, scaling=scaling))
+    config = tiny.config.with_attention(rope=dataclasses.replace(tiny.config.rope, scaling=scaling))
     (way,) = kvjax.plan(config, device="t4", weights="float", new_tokens=24)
     assert (way.context, way.notes) == (1000, ())
     (way,) = kvjax.plan(config, device="t4", weights="float", context=1001, new_tokens=24)

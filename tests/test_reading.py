@@ -96,7 +96,7 @@ def test_a_tpu_holds_the_cache_once(monkeypatch) -> None:
 
     rope = RopeConfig(theta=10000.0, dim=128)
     sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_layers": 4, "max_position": 4096}
-    config = ModelConfig(family="llama", num_heads=8, num_kv_heads=8, head_dim=128, rope=rope, **sizes)
+    config = ModelConfig.uniform(family="llama", num_heads=8, num_kv_heads=8, head_dim=128, rope=rope, **sizes)
     try:
         mesh = absent_tpu.mesh("v5e")
     except RuntimeError as error:

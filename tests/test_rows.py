@@ -161,7 +161,7 @@ def test_programs_for_tpus_reuse_the_memory_of_the_batch(policy, chips, block):
     from kvjax.runtime import absent_tpu, rows
     from kvjax.runtime.disk_cache import not_kept
 
-    config = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=2, windows=())
+    config = PRESETS["llama-3.1-8b"].with_depth(2)
     sizes = {"rows": 16, "prompt_len": 2048, "max_new_tokens": 1024, "block": block}
     try:
         batch = Batch(config, policy, mesh=absent_tpu.mesh(chips), **sizes)

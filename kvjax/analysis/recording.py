@@ -35,7 +35,7 @@ def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
     """
     if not len(tokens):
         raise ValueError("there is nothing to record; give at least one token")
-    layers = recording.record(params, np.asarray([tokens], np.int32), _whole)
+    layers = recording.record_all(params, np.asarray([tokens], np.int32), _whole)
     return [
         Recorded(*(x[0] for x in layer), window=window)
         for layer, window in zip(layers, params.config.windows, strict=True)

@@ -66,7 +66,7 @@ class Case:
     def config(self) -> ModelConfig:
         """The model's configuration."""
         config = PRESETS[self.shape]
-        return config if self.layers is None else dataclasses.replace(config, num_layers=self.layers, windows=())
+        return config if self.layers is None else config.with_depth(self.layers)
 
     @property
     def shapes(self) -> Params:
@@ -119,7 +119,7 @@ def bound_policy(config: ModelConfig, name: str, settings: Mapping[str, Any]) ->
         PolicyError: the policy is unknown, or does not accept these settings.
     """
     if "(" in name:
-        return get_policy(name).bind(config)
+        return get_policy(name).for_model(config)
     kinds = getattr(policy_class(name), "labels", ())
     shares = {kind: settings[f"share_{kind}"] for kind in kinds if f"share_{kind}" in settings}
     own = {key: value for key, value in settings.items() if key.removeprefix("share_") not in shares}
@@ -127,7 +127,7 @@ def bound_policy(config: ModelConfig, name: str, settings: Mapping[str, Any]) ->
         own["profile"] = _labels(config, kinds, shares)
     if own.get("profile") == RANDOM:
         own["profile"] = _statistics(config, name)
-    return get_policy(name, **own).bind(config)
+    return get_policy(name, **own).for_model(config)
 
 
 def read_policy(text: str) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax._util.randomness import random_key
 from kvjax.cache import PromptKV
 from kvjax.policies import Policy, prefill_alone
-from kvjax.policies.base import Carry
+from kvjax.policies.layer import Carry
 from kvjax.runtime.decoding import Specs
 
 REPEATS = 4

@@ -11,7 +11,7 @@ from kvjax.devices import device_of
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
-from kvjax.policies.base import CacheLayer
+from kvjax.policies.layer import CacheLayer
 from kvjax.runtime.decoding import Specs, layers_of
 from kvjax.runtime.mesh import OWN, state_partitions
 from kvjax.runtime.program import Partition, Program

@@ -11,7 +11,7 @@ from kvjax._util.randomness import random_key
 from kvjax.cache import LayerSpec, PromptKV, host_memory
 from kvjax.cache.shard import DATA, HEADS
 from kvjax.policies import Policy, prefill_alone
-from kvjax.policies.base import Carry
+from kvjax.policies.layer import Carry
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding, Specs
 from kvjax.runtime.mesh import ALL, OWN, state_partitions

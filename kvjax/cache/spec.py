@@ -127,33 +127,34 @@ def layer_specs(
         total: maximum tokens of a row, if less than prompt_len + new_tokens. The rotation is resolved for this length.
         block: see `LayerSpec`.
     """
-    rope = config.rope.resolve(prompt_len + new_tokens if total is None else total)
+    ropes = config.resolve_ropes(prompt_len + new_tokens if total is None else total)
     padded = bucket(prompt_len), bucket(new_tokens, LEAST_NEW_TOKENS)
-    return _padded_specs(config, batch, *padded, jnp.dtype(dtype), rope, block)
+    return _padded_specs(config, batch, *padded, jnp.dtype(dtype), ropes, block)
 
 
 @functools.lru_cache(maxsize=256)
 def _padded_specs(
-    config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any, rope: Rope, block: int
+    config: ModelConfig, batch: int, prompt_len: int, new_tokens: int, dtype: Any, ropes: tuple[Rope, ...], block: int
 ) -> tuple[LayerSpec, ...]:
     """`layer_specs` of padded sizes. Equal sizes give the same objects, which compare at once."""
+    rope_of = dict(zip(config.kinds, ropes, strict=True))
     return tuple(
         LayerSpec(
-            layer=layer,
+            layer=i,
             num_layers=config.num_layers,
             batch=batch,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_heads=layer.mixer.num_heads,
+            num_kv_heads=layer.mixer.num_kv_heads,
+            head_dim=layer.mixer.head_dim,
             prompt_len=prompt_len,
             new_tokens=new_tokens,
             dtype=dtype,
-            rope=rope,
-            scale=config.head_dim**-0.5,
-            window=window,
+            rope=rope_of[layer],
+            scale=layer.mixer.logit_scale,
+            window=layer.mixer.window,
             block=block,
         )
-        for layer, window in enumerate(config.windows)
+        for i, layer in enumerate(config.layers)
     )
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.config import Rope
 from kvjax.models import Params, transformer
+from kvjax.models.attention import causal_attention
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.policies.duoattention import head_labels
 from kvjax.policies.profile import Labels
@@ -101,6 +102,7 @@ def gated_attention(
     sinks: int,
     recent: int,
     window: int | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Mix causal full attention (weight `gates` per head) with streaming attention over sinks and recent tokens.
 
@@ -112,12 +114,14 @@ def gated_attention(
         sinks: number of first tokens that streaming attention sees.
         recent: number of last tokens that streaming attention sees, including the query's own.
         window: sliding attention window of the layer in tokens, if it has one.
+        scale: factor on attention logits; None for 1 / sqrt(H).
     """
     batch, length, heads, dim = q.shape
     kv_heads, pos = k.shape[2], jnp.arange(length, dtype=jnp.int32)
     q, k = (rope.rotate(x, pos[None, :, None]) for x in (q, k))
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * dim**-0.5
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    logits = logits * (dim**-0.5 if scale is None else scale)
     distance = pos[:, None] - pos
     full = (distance >= 0) & (distance < (length if window is None else window))
     streaming = full & ((pos < sinks) | (distance < recent))
@@ -147,19 +151,29 @@ def gate_values(
     """
     texts, recited = (jnp.asarray(x) for x in with_passkeys(samples, settings))
     config = params.config
-    gates = jnp.ones((config.num_layers, config.num_kv_heads), jnp.float32)
+    gates = jnp.ones((len(config.compressed), config.for_policy.num_kv_heads), jnp.float32)
     falling = settings.steps // 5
     rate = optax.linear_schedule(settings.rate, settings.rate / 10, max(falling, 1), settings.steps - falling)
     optimiser = optax.adam(rate)
 
     def states(params: Params, gates: Float[Array, "L K"], text: Int[Array, " T"]) -> Float[Array, "T D"]:
-        rope = config.rope.resolve(text.shape[0])
+        ropes = dict(zip(config.kinds, config.resolve_ropes(text.shape[0]), strict=True))
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            mix = partial(gated_attention, sinks=settings.sinks, recent=settings.recent, window=config.windows[layer])
+            kind = config.layers[layer]
+            if layer not in config.compressed:
+                return causal_attention(kind.mixer, ropes[kind], q, k, v)
+            own = gates[config.compressed.index(layer)]
+            mix = partial(
+                gated_attention,
+                sinks=settings.sinks,
+                recent=settings.recent,
+                window=kind.mixer.window,
+                scale=kind.mixer.logit_scale,
+            )
             # Attention is recomputed in the backward pass, as the attention weights of all layers would not fit in
             # memory.
-            return jax.checkpoint(lambda gate, q, k, v: mix(gate, rope, q, k, v))(gates[layer], q, k, v)
+            return jax.checkpoint(lambda gate, q, k, v: mix(gate, ropes[kind], q, k, v))(own, q, k, v)
 
         return transformer.hidden(params, text[None], attend)[0].astype(jnp.float32)
 

@@ -132,7 +132,7 @@ def match_scores(
         if progress is not None:
             progress(i + 1, len(samples))
     heads = np.mean(found, axis=0)  # [L, 2, N]
-    best = heads.reshape(*heads.shape[:2], params.config.num_kv_heads, -1).max(axis=-1)
+    best = heads.reshape(*heads.shape[:2], params.config.for_policy.num_kv_heads, -1).max(axis=-1)
     return best[:, 1], best[:, 0]
 
 

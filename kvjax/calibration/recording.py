@@ -13,7 +13,8 @@ from jaxtyping import Array, Int
 from kvjax._util import user_files
 from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.models import Params, transformer
-from kvjax.policies.base import CacheLayer, Carry, Policy
+from kvjax.policies.base import Policy
+from kvjax.policies.layer import CacheLayer, Carry
 from kvjax.runtime.program import Program
 
 Measure = Callable[[LayerSpec, Array, Array, Array], Any]
@@ -40,7 +41,16 @@ class RecorderLayer(CacheLayer[Recorder]):
 
 
 def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
-    """Process texts of equal length, without padding, and return what `measure` returns for each layer."""
+    """Process texts of equal length, without padding, and return what `measure` returns for each compressed layer.
+
+    See `ModelConfig.compressed`.
+    """
+    layers = record_all(params, tokens, measure)
+    return tuple(layers[i] for i in params.config.compressed)
+
+
+def record_all(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
+    """`record` for all layers."""
     batch, length = tokens.shape
     specs = layer_specs(params.config, batch, length, 0, params.dtype)
     return jax.device_get(_recorded(measure, specs, params, jnp.asarray(tokens, jnp.int32)))

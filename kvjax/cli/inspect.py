@@ -11,6 +11,7 @@ from .options import DType, EmbeddingOption, JsonOption, WeightsOption, spelt
 from .progress import bar
 
 if TYPE_CHECKING:
+    from kvjax.config import ModelConfig
     from kvjax.conversion import Description
 
 
@@ -61,7 +62,7 @@ def inspect(
     if as_json:
         console.print_json(report)
     else:
-        _print(report)
+        _print(report, found.config)
 
 
 def _report(
@@ -73,6 +74,7 @@ def _report(
 ) -> dict[str, Any]:
     import jax.numpy as jnp
 
+    from kvjax.conversion.config_json import config_to_json
     from kvjax.policies import PolicyError, policies
     from kvjax.runtime.memory import largest_cache
 
@@ -88,7 +90,7 @@ def _report(
         entry: dict[str, Any] = {"policy": cls.about.name, **dataclasses.asdict(policy)}
         caches.append(entry)
         try:
-            policy = policy.bind(config)
+            policy = policy.for_model(config)
         except PolicyError as error:  # it needs a profile of this model's heads, which is missing
             entry |= {"cache_bytes": None, "fits": None, "refused": str(error)}
             continue
@@ -98,7 +100,7 @@ def _report(
     return {
         "source": str(model.source),
         "format": model.format,
-        "config": dataclasses.asdict(config),
+        "config": config_to_json(config),
         "context_length": config.context_length,
         "parameters": model.parameters,
         "stored_bytes": model.nbytes,
@@ -109,7 +111,7 @@ def _report(
         "weight_bytes": weights,
         "weight_types": [dtype, *model.quantised],
         "cache_bytes_per_token": per_token,
-        "full_cache_bytes_at_window": per_token * config.context_length,
+        "full_cache_bytes_at_window": config.cache_bytes(config.context_length, itemsize),
         "prompt_len": prompt_len,
         "max_new_tokens": max_new_tokens,
         "memory": memory,
@@ -117,18 +119,18 @@ def _report(
     }
 
 
-def _print(report: dict[str, Any]) -> None:
-    config, dtype = report["config"], report["dtype"]
-    windows = sorted({window for window in config["windows"] if window is not None})
+def _print(report: dict[str, Any], config: "ModelConfig") -> None:
+    dtype = report["dtype"]
+    windows = sorted({window for window in config.windows if window is not None})
+    widths = " and ".join(dict.fromkeys(str(kind.mlp.width) for kind in config.kinds))
     sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
     stored = ", ".join(f"{name} {console.size(count)}" for name, count in report["stored_types"].items())
     tokenizer = "with" if report["tokenizer"] else "without"
     chat = "with" if report["chat_template"] else "without"
     facts = {
         "Source": f"{report['source']} ({report['format']})",
-        "Architecture": f"{config['family']}: {config['num_layers']} layers of width {config['hidden_size']}, MLP "
-        f"{config['intermediate_size']}, vocabulary {config['vocab_size']}",
-        "Attention": f"{config['num_heads']} query heads on {config['num_kv_heads']} KV heads of {config['head_dim']}{sliding}",
+        "Architecture": f"{config.family}: {config.num_layers} layers of width {config.hidden_size}, MLP {widths}, vocabulary {config.vocab_size}",
+        "Attention": f"{config.heads_text}{sliding}",
         "Trained window": f"{report['context_length']} tokens",
         "Text": f"{tokenizer} tokenizer, {chat} chat template",
         "Parameters": f"{report['parameters']:,}",

@@ -1,8 +1,12 @@
-"""`ModelConfig`: a frozen, hashable description that fully determines the transformer."""
+"""`ModelConfig`: a frozen, hashable description that fully determines the transformer, layer by layer."""
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from .rope import RopeConfig
+from .rope import Rope, RopeConfig
 
 MAX_LAYERS = 4096
 """Limit on the number of layers, far above that of any model. A configuration with more is damaged."""
@@ -10,28 +14,107 @@ MAX_LAYERS = 4096
 _MOST_TOKENS = 2**31 - 1
 """Largest position that int32 can count."""
 
+Norms = Literal["pre", "both"]
+"""Where a layer has RMS norms: before attention and MLP, or both before and after each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Attention of one layer.
+
+    Attributes:
+        num_heads: N, query heads.
+        num_kv_heads: K, key-value heads; N is a multiple of K.
+        head_dim: H; need not be D / N.
+        rope: rotary embedding. One with `dim=0` rotates nothing.
+        window: sliding attention window in tokens; None for full attention.
+        scale: factor on attention logits; None for 1 / sqrt(H).
+        qkv_bias, output_bias: which projections have a bias.
+        qk_norm: whether queries and keys are RMS-normalised per head before rotation.
+
+    Raises:
+        ValueError: a value is out of range, or values contradict each other.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    window: int | None = None
+    scale: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values. A scale that is the default becomes None, so that equal layers are equal values."""
+        _at_least_one(self, "num_heads", "num_kv_heads", "head_dim")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least one token")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
+                "each KV head serves the same number of query heads"
+            )
+        if self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim:
+            raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
+        if self.scale is not None and not 0 < self.scale < 1e6:
+            raise ValueError(f"scale={self.scale} must lie between 0 and 1e6")
+        if self.scale == self.head_dim**-0.5:
+            object.__setattr__(self, "scale", None)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on attention logits."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPConfig:
+    """Gated MLP of one layer.
+
+    Attributes:
+        width: F, hidden units.
+        bias: whether its three projections have a bias.
+    """
+
+    width: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "width")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One layer: a mixer of tokens, then an MLP. Equal layers are equal values.
+
+    Attributes:
+        mixer: attention.
+        mlp: the MLP.
+        norms: where the layer has RMS norms.
+    """
+
+    mixer: AttentionConfig
+    mlp: MLPConfig
+    norms: Norms = "pre"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a decoder-only transformer of the Llama lineage.
+    """Configuration of a decoder-only transformer. `uniform` makes one whose layers are equal.
+
+    Attributes of layers, such as `num_heads` and `rope`, are also properties of the model. They raise an error if the
+    layers differ.
 
     Attributes:
         family: Hugging Face `model_type`, which determines tensor names and tokenizer conventions.
         vocab_size: V.
         hidden_size: D, width of the residual stream.
-        intermediate_size: F, width of the gated MLP.
-        num_layers: L.
-        num_heads: N, query heads.
-        num_kv_heads: K, key-value heads; N is a multiple of K.
-        head_dim: H; need not be D / N.
+        layers: one configuration per layer.
         max_position: window in tokens, as in the checkpoint. `context_length` includes linear and YaRN scaling.
-        rope: rotary embedding.
         norm_eps: epsilon of every RMS norm.
         tied: whether the output head shares the embedding.
-        qkv_bias, output_bias, mlp_bias: which projections have a bias.
-        qk_norm: whether queries and keys are RMS-normalised per head before rotation (Qwen3).
-        sandwich_norms: whether attention and MLP outputs are normalised too (GLM-4-0414).
-        windows: sliding attention window of each layer in tokens; None for full attention.
         eos: token ids that end a sequence.
         bos: token id that starts a sequence, if the family uses one.
 
@@ -42,67 +125,250 @@ class ModelConfig:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerConfig, ...]
     max_position: int
-    rope: RopeConfig
     norm_eps: float = 1e-5
     tied: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
-    windows: tuple[int | None, ...] = ()
     eos: tuple[int, ...] = ()
     bos: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_position < 1 or any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"max_position={self.max_position} and windows={self.windows} must be at least one token")
-        if self.num_layers > MAX_LAYERS:
-            raise ValueError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
+        _at_least_one(self, "vocab_size", "hidden_size", "max_position")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"num_layers={len(self.layers)} must be at least 1 and at most {MAX_LAYERS}")
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps={self.norm_eps} must lie between 0 and 1")
         for name, tokens in (("eos", self.eos), ("bos", () if self.bos is None else (self.bos,))):
             for token in tokens:
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"{name} token id {token} is outside the vocabulary of {self.vocab_size}")
-        if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.num_layers)
-        if len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one per layer"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
-                "each KV head serves the same number of query heads"
-            )
-        if self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim:
-            raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
+        # Equal layers are one object, so that they compare at once.
+        same: dict[LayerConfig, LayerConfig] = {}
+        object.__setattr__(self, "layers", tuple(same.setdefault(layer, layer) for layer in self.layers))
+
+    def __hash__(self) -> int:
+        """Hash of the fields, computed once, because a configuration is part of the key of every program."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields. Hashes differ between processes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def uniform(
+        cls,
+        family: str,
+        vocab_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_position: int,
+        rope: RopeConfig,
+        norm_eps: float = 1e-5,
+        tied: bool = False,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        sandwich_norms: bool = False,
+        windows: Sequence[int | None] = (),
+        eos: tuple[int, ...] = (),
+        bos: int | None = None,
+    ) -> "ModelConfig":
+        """Configuration of a model whose layers are equal, except for their windows.
+
+        Args:
+            family, vocab_size, hidden_size, max_position, norm_eps, tied, eos, bos: as in `ModelConfig`.
+            intermediate_size, mlp_bias: width and bias of every MLP.
+            num_layers: L.
+            num_heads, num_kv_heads, head_dim, rope, qkv_bias, output_bias, qk_norm: as in `AttentionConfig`.
+            sandwich_norms: whether outputs of attention and MLP are normalised too.
+            windows: sliding attention window of each layer; by default all layers have full attention.
+
+        Raises:
+            ValueError: a value is out of range, or values contradict each other.
+        """
+        if not 0 < num_layers <= MAX_LAYERS:
+            raise ValueError(f"num_layers={num_layers} must be at least 1 and at most {MAX_LAYERS}")
+        windows = windows or (None,) * num_layers
+        if len(windows) != num_layers:
+            raise ValueError(f"windows has {len(windows)} entries for {num_layers} layers; give one per layer")
+        mixer = AttentionConfig(
+            num_heads, num_kv_heads, head_dim, rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm
+        )
+        layer = LayerConfig(mixer, MLPConfig(intermediate_size, mlp_bias), "both" if sandwich_norms else "pre")
+        kinds = {
+            window: dataclasses.replace(layer, mixer=dataclasses.replace(mixer, window=window)) for window in windows
+        }
+        return cls(
+            family=family,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            layers=tuple(kinds[window] for window in windows),
+            max_position=max_position,
+            norm_eps=norm_eps,
+            tied=tied,
+            eos=eos,
+            bos=bos,
+        )
+
+    def with_depth(self, num_layers: int) -> "ModelConfig":
+        """The model with its first `num_layers` layers, which repeat if there are fewer."""
+        return dataclasses.replace(self, layers=tuple(itertools.islice(itertools.cycle(self.layers), num_layers)))
+
+    def with_attention(self, **changes: Any) -> "ModelConfig":
+        """The model with other attention in every layer.
+
+        Args:
+            changes: new values of fields of `AttentionConfig`.
+
+        Example:
+            >>> config.with_attention(rope=RopeConfig(theta=1e6, dim=128))
+        """
+
+        def changed(layer: LayerConfig) -> LayerConfig:
+            return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **changes))
+
+        return dataclasses.replace(self, layers=tuple(map(changed, self.layers)))
+
+    @functools.cached_property
+    def kinds(self) -> tuple[LayerConfig, ...]:
+        """The different layers, in the order of their first appearance."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @functools.cached_property
+    def differ_in_windows_only(self) -> bool:
+        """Whether all layers are equal, except for their windows."""
+        mixers = (dataclasses.replace(layer.mixer, window=None) for layer in self.kinds)
+        return len({dataclasses.replace(a, mixer=b) for a, b in zip(self.kinds, mixers, strict=True)}) == 1
 
     @property
+    def num_layers(self) -> int:
+        """L, number of layers."""
+        return len(self.layers)
+
+    @functools.cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding attention window of each layer in tokens; None for full attention."""
+        return tuple(layer.mixer.window for layer in self.layers)
+
+    @functools.cached_property
+    def compressed(self) -> tuple[int, ...]:
+        """Layers that a policy compresses: those with full attention, or all layers if each has a window."""
+        full = tuple(i for i, window in enumerate(self.windows) if window is None)
+        return full or tuple(range(self.num_layers))
+
+    @functools.cached_property
+    def for_policy(self) -> "ModelConfig":
+        """The model as a policy sees it: only its `compressed` layers."""
+        return dataclasses.replace(self, layers=tuple(self.layers[i] for i in self.compressed))
+
+    @functools.cached_property
+    def num_heads(self) -> int:
+        """N, query heads of every layer."""
+        return self._shared("mixer", "num_heads")
+
+    @functools.cached_property
+    def num_kv_heads(self) -> int:
+        """K, key-value heads of every layer."""
+        return self._shared("mixer", "num_kv_heads")
+
+    @functools.cached_property
+    def head_dim(self) -> int:
+        """H of every layer."""
+        return self._shared("mixer", "head_dim")
+
+    @functools.cached_property
+    def rope(self) -> RopeConfig:
+        """Rotary embedding of every layer."""
+        return self._shared("mixer", "rope")
+
+    @functools.cached_property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values of every layer have a bias."""
+        return self._shared("mixer", "qkv_bias")
+
+    @functools.cached_property
+    def output_bias(self) -> bool:
+        """Whether attention's output projection has a bias in every layer."""
+        return self._shared("mixer", "output_bias")
+
+    @functools.cached_property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys of every layer are RMS-normalised."""
+        return self._shared("mixer", "qk_norm")
+
+    @functools.cached_property
+    def intermediate_size(self) -> int:
+        """F, width of every MLP."""
+        return self._shared("mlp", "width")
+
+    @functools.cached_property
+    def mlp_bias(self) -> bool:
+        """Whether every MLP has biases."""
+        return self._shared("mlp", "bias")
+
+    def _shared(self, part: str, name: str) -> Any:
+        """Value that all layers share.
+
+        Raises:
+            ValueError: layers differ.
+        """
+        found = {getattr(getattr(layer, part), name) for layer in self.kinds}
+        if len(found) > 1:
+            raise ValueError(
+                f"{part}.{name} differs between layers of this {self.family} model: {', '.join(map(str, found))}. "
+                f"Read it from config.layers[i].{part}."
+            )
+        return next(iter(found))
+
+    @property
+    def heads_text(self) -> str:
+        """Heads of the layers as text, such as "9 query heads on 3 KV heads of 64"."""
+        mixers = (kind.mixer for kind in self.kinds)
+        found = (f"{x.num_heads} query heads on {x.num_kv_heads} KV heads of {x.head_dim}" for x in mixers)
+        return " and ".join(dict.fromkeys(found))
+
+    @functools.cached_property
     def context_length(self) -> int:
-        """Context length in tokens: the window, extended by linear scaling or YaRN."""
-        scaling = self.rope.scaling
-        extended = self.max_position if scaling is None else scaling.extended(self.max_position)
+        """Context length in tokens: the window, extended by linear scaling or YaRN of every layer."""
+        scalings = {layer.mixer.rope.scaling for layer in self.kinds}
+        extended = min(
+            self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings
+        )
         return min(max(self.max_position, extended), _MOST_TOKENS)
 
+    @functools.cached_property
+    def rope_changes_after(self) -> int | None:
+        """Sequence length in tokens beyond which a layer's rotation changes; None if none ever does."""
+        lengths = [layer.mixer.rope.changes_after for layer in self.kinds]
+        return min((length for length in lengths if length is not None), default=None)
+
+    def resolve_ropes(self, length: int) -> tuple[Rope, ...]:
+        """Rotation of each of `kinds` for a sequence of `length` positions."""
+        return tuple(layer.mixer.rope.resolve(length) for layer in self.kinds)
+
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of a full cache per token: a key and a value in every KV head of every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of a full cache per token inside all windows: a key and a value in every KV head of every layer."""
+        return self.cache_bytes(1, itemsize)
+
+    def cache_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of the keys and values in a full cache of `tokens` tokens. Layers with a window keep only the window."""
+
+        def kept(layer: AttentionConfig) -> int:
+            return layer.num_kv_heads * layer.head_dim * min(tokens, layer.window or tokens)
+
+        return 2 * sum(kept(layer.mixer) for layer in self.layers) * itemsize
+
+
+def _at_least_one(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")

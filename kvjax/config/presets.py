@@ -4,7 +4,7 @@ from .model import ModelConfig
 from .rope import Llama3, RopeConfig
 
 PRESETS = {
-    "llama-3.1-8b": ModelConfig(
+    "llama-3.1-8b": ModelConfig.uniform(
         family="llama",
         vocab_size=128256,
         hidden_size=4096,
@@ -16,7 +16,7 @@ PRESETS = {
         max_position=131072,
         rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     ),
-    "llama-3.1-70b": ModelConfig(
+    "llama-3.1-70b": ModelConfig.uniform(
         family="llama",
         vocab_size=128256,
         hidden_size=8192,
@@ -28,7 +28,7 @@ PRESETS = {
         max_position=131072,
         rope=RopeConfig(theta=500000.0, dim=128, scaling=Llama3(8.0, 1.0, 4.0, 8192)),
     ),
-    "llama-2-7b": ModelConfig(
+    "llama-2-7b": ModelConfig.uniform(
         family="llama",
         vocab_size=32000,
         hidden_size=4096,
@@ -40,7 +40,7 @@ PRESETS = {
         max_position=4096,
         rope=RopeConfig(theta=10000.0, dim=128),
     ),
-    "qwen2.5-7b": ModelConfig(
+    "qwen2.5-7b": ModelConfig.uniform(
         family="qwen2",
         vocab_size=152064,
         hidden_size=3584,
@@ -54,7 +54,7 @@ PRESETS = {
         norm_eps=1e-6,
         qkv_bias=True,
     ),
-    "smollm2-135m": ModelConfig(
+    "smollm2-135m": ModelConfig.uniform(
         family="llama",
         vocab_size=49152,
         hidden_size=576,

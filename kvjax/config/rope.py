@@ -8,6 +8,7 @@ the last place of a frequency is already 5e-4 rad.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Protocol
 
@@ -239,6 +240,7 @@ class RopeConfig:
             return None
         return int(scaling.original_max_position)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019, configurations are small and few
     def resolve(self, length: int) -> Rope:
         """Rotation for a sequence of `length` positions.
 

@@ -25,7 +25,7 @@ from kvjax.cache.shard import HEADS
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import get_shard, partitions
 from kvjax.policies import Policy, get_policy, prefill_alone
-from kvjax.policies.base import CacheLayer, Carry
+from kvjax.policies.layer import CacheLayer, Carry
 from kvjax.runtime.mesh import ALL, on_host, on_mesh
 from kvjax.runtime.program import Partition, Program
 
@@ -114,7 +114,7 @@ def fidelity(
         raise ValueError(f"prompt={prompt} in a text of {total} tokens; give 1 to {total - 1}")
     if top < 1:
         raise ValueError(f"top={top}; give 1 or more")
-    policy = get_policy(policy, budget=budget).bind(params.config)
+    policy = get_policy(policy, budget=budget).for_model(params.config)
     policy.validate(total)
     rows = 1 + -(-total // dim)
     specs = layer_specs(params.config, rows, prompt, total - prompt, jnp.float32)

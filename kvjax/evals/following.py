@@ -55,7 +55,7 @@ def following(
     """
     if not all(context and continuation for context, continuation in pairs):
         raise ValueError("a context or a continuation is empty; give at least one token of each")
-    policy = policy.bind(params.config)
+    policy = policy.for_model(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
         policy.validate(len(context) + bucket(len(continuation)))

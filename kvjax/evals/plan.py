@@ -64,7 +64,7 @@ class Plan:
         if self.prefill_block is not None or batch.session or not batch.prompt:
             return self.prefill_block
         config = self.params.config
-        policy = policy.bind(config)
+        policy = policy.for_model(config)
         shard = get_shard(self.mesh, config, heads_coupled=policy.info.heads_coupled)
         return automatic_block(self.params, policy, shard, batch.rows, batch.prompt, batch.new_tokens)
 
@@ -121,7 +121,8 @@ def make_batches(
         if example.session is not None:
             together.setdefault(example.session, []).append(i)
             continue
-        rotation = config.rope.resolve(len(context) + len(question))  # `generate` runs each rotation of LongRoPE alone
+        # `generate` runs each rotation of LongRoPE alone
+        rotation = config.resolve_ropes(len(context) + len(question))
         key = bucket(len(context)), bucket(len(question)), example.max_new_tokens, example.stop, rotation
         groups.setdefault(key, []).append(i)
     batches = []

@@ -83,7 +83,7 @@ def _rollout_class() -> type[Any]:
             check_on_device(state)
             dtype = rollout_config.data_type or getattr(rollout_actor.config, "dtype", None)
             self._mesh = mesh_from(mesh)
-            policy = get_policy(self.options["policy"], budget=self.options["budget"]).bind(config)
+            policy = get_policy(self.options["policy"], budget=self.options["budget"]).for_model(config)
             shard = policy_shard(self._mesh, config, policy)
             device = jax.devices()[0] if mesh.empty else mesh.devices.flat[0]
             self._weights = Weights(config, state, dtype or jax.tree.leaves(state)[0].dtype, shard, device)

@@ -63,7 +63,7 @@ def config_of(model: Any) -> ModelConfig:
         raise ValueError(
             f"tunix: this {name} has {given.num_experts} experts, which is not supported. Use a dense model."
         )
-    return ModelConfig(
+    return ModelConfig.uniform(
         family="llama" if name == "Llama3" else name.lower(),
         vocab_size=given.vocab_size,
         hidden_size=given.embed_dim,

@@ -408,7 +408,7 @@ def bound_for(
     found = get_policy(policy, budget=budget)
     shares = SHARES.get(found.info.name)
     try:
-        return str(found), found.bind(config), ()
+        return str(found), found.for_model(config), ()
     except PolicyError:
         if shares is None or getattr(found, "profile", None) is not None:
             raise

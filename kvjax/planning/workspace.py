@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
-from kvjax.policies.base import CacheLayer, held_bytes
+from kvjax.policies.layer import CacheLayer, held_bytes
 from kvjax.runtime.engine import Engine
 
 _SPARE = 1.5
@@ -49,13 +49,15 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
         if shard.slots > 1 and chooses
         else layer
     )
-    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim // shard.heads
+    kinds = c.kinds
+    heads = max((x.mixer.num_heads + 2 * x.mixer.num_kv_heads) * x.mixer.head_dim for x in kinds) // shard.heads
     tokens = rows * (engine.block or engine.specs[0].prompt_len)
-    width = max(2 * heads, 2 * c.intermediate_size // shard.model)
+    width = max(2 * heads, 2 * max(x.mlp.width for x in kinds) // shard.model)
     logits = 4 * rows * c.vocab_size
     mlp = engine.weights.layers[0].mlp
     floats = 2 * math.prod(mlp.gate.shape) // shard.model * itemsize if isinstance(mlp.gate, GroupedMatrix) else 0
-    pairs = 2 * tokens * c.num_kv_heads * c.head_dim // shard.heads * itemsize
+    keys = max(x.mixer.num_kv_heads * x.mixer.head_dim for x in kinds) // shard.heads
+    pairs = 2 * tokens * keys * itemsize
     reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits
     table = engine.weights.embed
     decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else 0)

@@ -1,9 +1,6 @@
 """Cache policies, one file per method. Importing this package registers all of them."""
 
-from .base import CacheLayer as CacheLayer
 from .base import Policy as Policy
-from .base import WrappedLayer as WrappedLayer
-from .base import prefill_alone as prefill_alone
 from .budget import budget_rows as budget_rows
 from .budget import budget_tokens as budget_tokens
 from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
@@ -17,6 +14,9 @@ from .families.surrogates import Surrogate as Surrogate
 from .families.trigonometry import MeanQueries as MeanQueries
 from .info import PolicyError as PolicyError
 from .info import PolicyInfo as PolicyInfo
+from .layer import CacheLayer as CacheLayer
+from .layer import WrappedLayer as WrappedLayer
+from .layer import prefill_alone as prefill_alone
 from .methods import *  # noqa: F403
 from .profile import HeadProfile as HeadProfile
 from .registry import policies as policies

@@ -9,11 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec
 from kvjax.pallas_kernels import top_k
 
-from .base import CacheLayer
 from .budget import budget_rows
 from .families.ragged import RaggedLayer
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 from .snapkv import SnapKV
 

@@ -14,12 +14,12 @@ from kvjax.cache import LayerCache, LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.gradients import without_gradient
 
-from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .kvzip import FIRST, THEN
+from .layer import CacheLayer, Carry
 from .registry import register
 from .replay import Part, Replay
 

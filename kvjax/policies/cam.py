@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerSpec, PromptKV, Token
 
-from .base import CacheLayer, Carry, Reads, State
 from .families.noise import uniform
 from .families.scoring import all_queries
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry, Reads, State
 from .registry import register
 from .streaming_llm import StreamingCache, StreamingLayer, StreamingLLM
 

@@ -14,11 +14,12 @@ from kvjax.cache import LayerCache, LayerSpec, PromptKV, TokenBlock
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
-from .base import CacheLayer, Carry, Policy, read_as_prompt
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer, Carry, read_as_prompt
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
 from .transforms.by_head import by_head

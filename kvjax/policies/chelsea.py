@@ -17,12 +17,13 @@ from kvjax.pallas_kernels import Clusters, chunk_similarity, copy_clusters
 from kvjax.pallas_kernels.gradients import without_gradient
 from kvjax.pallas_kernels.kmeans import Nearest
 
-from .base import CacheLayer, Carry, Policy
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families import soft_matching
 from .fields import check_fields
 from .full import Full
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer, Carry
 from .profile import HeadProfile, find
 from .registry import register
 from .transforms.by_head import by_head

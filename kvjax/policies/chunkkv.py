@@ -11,11 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec, PromptKV, prompt_mask
 from kvjax.pallas_kernels import top_k
 
-from .base import CacheLayer, Carry, Policy, Reads
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import PromptScorer, PromptScorerLayer, last_queries, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer, Carry, Reads
 from .registry import register
 from .transforms.by_layer import ByLayer, by_layer
 

@@ -16,12 +16,13 @@ from kvjax._util.randomness import random_key, uniform
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, TokenBlock
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
-from .base import CacheLayer, Carry, Policy, Reads, When, check_reads_blocks
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.sparse import SparseLayer, reads_everything
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry, Reads, When, check_reads_blocks
 from .registry import register
 
 

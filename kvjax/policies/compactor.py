@@ -13,10 +13,10 @@ from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.ties import SHARE
 
-from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 
 NEIGHBOURS = 3

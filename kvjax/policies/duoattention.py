@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from kvjax.cache import LayerSpec
 from kvjax.config import ModelConfig
 
-from .base import CacheLayer, Policy
+from .base import Policy
 from .fields import check_fields
 from .full import Full
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
 from .streaming_llm import StreamingLayer, StreamingLLM

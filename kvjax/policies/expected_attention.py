@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 
-from .base import CacheLayer, Carry
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry
 from .registry import register
 
 

@@ -15,7 +15,7 @@ from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token, prompt_
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import heads_of, top_k
 
-from .base import CacheLayer, Carry, Policy, Queries
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import best_pages
@@ -23,6 +23,7 @@ from .families.skewing import SkewProfile
 from .families.sparse import SparseLayer, reads_all, reads_everything
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer, Carry, Queries
 from .profile import find
 from .registry import register
 

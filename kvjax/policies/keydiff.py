@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import LayerSpec, PromptKV
 
-from .base import CacheLayer
 from .families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer
 from .info import PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 
 

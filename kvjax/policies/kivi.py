@@ -7,9 +7,10 @@ from kvjax.cache import LayerSpec
 from kvjax.cache.packing import Bits
 from kvjax.config import ModelConfig
 
-from .base import CacheLayer, Policy
+from .base import Policy
 from .full import Full
 from .info import PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 from .transforms.quantize import Quantized, check_packing
 

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerSpec, PromptKV, Token
 
-from .base import CacheLayer
 from .families.dense import DenseLayer
 from .families.scoring import ScoreEviction
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 
 

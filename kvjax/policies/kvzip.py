@@ -14,12 +14,12 @@ from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
 from .attention_context import AttentionContext, projected_norms
-from .base import CacheLayer, Carry
 from .families.dense import DenseLayer
 from .families.ragged import RaggedLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer, Carry
 from .registry import register
 from .replay import Part, Replay
 

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerSpec, PromptKV
 from kvjax.pallas_kernels import top_k
 
-from .base import CacheLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 
 

@@ -192,10 +192,17 @@ def missing(method: str, config: ModelConfig) -> PolicyError:
 
 
 def fingerprint(config: ModelConfig) -> str:
-    """Identify a model: family, layers × query heads × KV heads × head dim, and a hash of sizes and rope."""
-    sizes = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers
+    """Identify a model: family, layers × query heads × KV heads × head dim, and a hash of sizes and rope.
+
+    Layers are those that policies compress (`ModelConfig.compressed`).
+    """
+    config = config.for_policy
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    shape = repr((config.family, sizes, heads, config.rope, config.qk_norm, config.windows))
+    if config.differ_in_windows_only:
+        sizes = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers
+        shape = repr((config.family, sizes, heads, config.rope, config.qk_norm, config.windows))
+    else:
+        shape = repr((config.family, config.vocab_size, config.hidden_size, config.layers))
     digest = hashlib.sha256(shape.encode()).hexdigest()[:8]
     return f"{config.family}-{config.num_layers}x{'x'.join(map(str, heads))}-{digest}"
 

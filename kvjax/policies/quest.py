@@ -12,13 +12,14 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token, TokenBlock
 from kvjax.pallas_kernels import page_scores, top_k_indices, widen_bounds
 
-from .base import CacheLayer, Carry, Policy
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import paged, slots_of
 from .families.sparse import SparseLayer, reads_all, reads_everything
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry
 from .registry import register
 
 

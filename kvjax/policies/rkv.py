@@ -14,11 +14,11 @@ from kvjax.pallas_kernels import newest_duplicate
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.window_scores.types import Observers
 
-from .base import CacheLayer
 from .families.rounds import RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer, pool
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 
 AT_A_TIME = 2**23

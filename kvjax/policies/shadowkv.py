@@ -13,13 +13,14 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 from kvjax.pallas_kernels import decode_attention, heads_of, top_k
 
-from .base import CacheLayer, Carry, Policy
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.pages import best_pages, paged, slots_of
 from .families.sparse import SparseLayer, gathered
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry
 from .registry import register
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache
 from kvjax.cache import PromptKV, Token, TokenBlock
 
-from .base import CacheLayer, Carry, State, WrappedLayer, held_bytes
 from .families.sparse import SparseLayer
+from .layer import CacheLayer, Carry, State, WrappedLayer, held_bytes
 
 
 def sharded(layer: CacheLayer[Any]) -> CacheLayer[Any]:

@@ -10,10 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 
-from .base import CacheLayer, Carry, Policy, State, read_as_prompt
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry, State, read_as_prompt
 from .registry import register
 
 S = TypeVar("S", bound="StreamingLLM")

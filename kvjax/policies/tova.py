@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerCache, LayerSpec, PromptKV
 
-from .base import CacheLayer
 from .families.scoring import ScoreEviction, ScoreEvictionLayer, last_queries
 from .info import PolicyInfo
+from .layer import CacheLayer
 from .registry import register
 
 

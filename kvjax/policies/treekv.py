@@ -13,11 +13,12 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import Ranked, exceeds, tree_eviction
 
-from .base import CacheLayer, Carry, Policy
+from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyInfo
+from .layer import CacheLayer, Carry
 from .registry import register
 
 

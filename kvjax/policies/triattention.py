@@ -12,12 +12,13 @@ from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from .base import CacheLayer, Policy
+from .base import Policy
 from .families.rounds import RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .families.trigonometry import MeanQueries, frequencies, pairs
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
+from .layer import CacheLayer
 from .profile import find, missing
 from .registry import register
 

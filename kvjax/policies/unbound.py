@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from kvjax.cache import layer_specs
 from kvjax.config import ModelConfig, RopeConfig
 
-from .base import Policy, check_reads_blocks
+from .base import Policy
 from .families.surrogates import missing_weights
 from .info import PolicyError
+from .layer import check_reads_blocks
 
 HEAD_DIMS = 64, 128, 256, 1024
 """Head sizes to try a policy with. A policy that refuses all of them is refused."""
@@ -86,7 +87,7 @@ def _stand_in(policy: Policy, head_dim: int) -> ModelConfig:
         if groups := getattr(part, "heads", ()):
             layers, heads = len(groups[0]), sum(len(group[0]) for group in groups)
     rope = RopeConfig(theta=1e4, dim=head_dim)
-    return ModelConfig("llama", 512, 512, 512, layers, 2 * heads, heads, head_dim, 1 << 20, rope)
+    return ModelConfig.uniform("llama", 512, 512, 512, layers, 2 * heads, heads, head_dim, 1 << 20, rope)
 
 
 def _prepared(policy: Policy, config: ModelConfig) -> Policy:

@@ -23,7 +23,7 @@ from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
-from kvjax.policies.base import held_bytes
+from kvjax.policies.layer import held_bytes
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool
 from kvjax.cache import LayerSpec, compact_indices
 from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
-from kvjax.policies.base import CacheLayer
 from kvjax.policies.checks import calling, expect_same_state
+from kvjax.policies.layer import CacheLayer
 from kvjax.policies.sharded import sharded
 
 GROUP = 8

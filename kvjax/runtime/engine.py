@@ -28,7 +28,7 @@ from kvjax.models import Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
-from kvjax.policies.base import CacheLayer, check_reads_blocks, held_bytes
+from kvjax.policies.layer import CacheLayer, check_reads_blocks, held_bytes
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.memory import memory_limit
@@ -145,7 +145,7 @@ class Engine:
         else:
             self.config = model
             self.weights = without_text(abstract(model, _floating(jnp.bfloat16 if dtype is None else dtype)))
-        self.policy = get_policy(policy, budget=budget).bind(self.config)
+        self.policy = get_policy(policy, budget=budget).for_model(self.config)
         self.policy.validate(prompt_len + self.max_new_tokens)
         block = 0 if block is None else min(amount("block", block), bucket(prompt_len))
         self.mesh = (
@@ -194,7 +194,9 @@ class Engine:
     @property
     def full_cache_bytes(self) -> int:
         """Bytes that a full cache of these sizes would need on each device."""
-        return _cache_bytes(Full(), _specs_on(_whole(self.specs), get_shard(self.mesh, self.config)))[0]
+        return _cache_bytes(
+            Full().for_model(self.config), _specs_on(_whole(self.specs), get_shard(self.mesh, self.config))
+        )[0]
 
     @property
     def repeated_cache_bytes(self) -> int:
@@ -582,10 +584,8 @@ class Engine:
     def _check_memory(self) -> None:
         """Raise `ValueError` if cache and weights exceed the memory, before anything is compiled or allocated."""
         limit, spec = memory_limit(self.shard), self.specs[0]
-        tokens = self.config.cache_bytes_per_token(spec.dtype.itemsize) * (spec.max_tokens + spec.block)
-        if (
-            limit is None or 4 * spec.batch * tokens < limit
-        ):  # 4 allows for what a policy stores besides keys and values
+        full = self.config.cache_bytes(spec.max_tokens + spec.block, spec.dtype.itemsize)
+        if limit is None or 4 * spec.batch * full < limit:  # 4 allows for what a policy stores besides keys and values
             return
         held, weights = self.cache_bytes, bytes_per_device(self.weights)
         if held + weights > limit:

@@ -17,7 +17,7 @@ from kvjax.cache import Shard, layer_specs
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
-from kvjax.policies.base import check_reads_blocks
+from kvjax.policies.layer import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
@@ -426,7 +426,7 @@ class Run:
         self.batch_rows = None if batch_rows is None else amount("rows", batch_rows)
         self.max_total_tokens = None if max_total_tokens is None else amount("max_total_tokens", max_total_tokens)
         self.continuous = continuous
-        self.policy = get_policy(policy, budget=budget).bind(params.config)
+        self.policy = get_policy(policy, budget=budget).for_model(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
         self.prefill_block = None if prefill_block is None else amount("prefill_block", prefill_block)
@@ -559,8 +559,8 @@ class Run:
             alike = dataclasses.replace(row.request, seed=0, sampler=Greedy())
             numbers = tuple(jax.tree.leaves(jax.tree.map(float, row.request.sampler)))
             kinds = jax.tree.structure(row.request.sampler)
-            rope = self.params.config.rope.resolve(self._given(row))
-            groups.setdefault((rope, alike, kinds, numbers), []).append(i)
+            ropes = self.params.config.resolve_ropes(self._given(row))
+            groups.setdefault((ropes, alike, kinds, numbers), []).append(i)
         size = self.batch_rows or len(self.rows)
         return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
@@ -570,7 +570,7 @@ class Run:
         With LongRoPE, a sequence that outgrows the original window is prefilled again with the other rotation. Its
         samples then depend neither on `max_new_tokens` nor on other sequences. Hugging Face transformers does the same.
         """
-        most, window = row.request.max_new_tokens, self.params.config.rope.changes_after
+        most, window = row.request.max_new_tokens, self.params.config.rope_changes_after
         if window is None or row.again or self._given(row) > window:
             return most
         return min(most, window + 1 - self._given(row))
@@ -588,7 +588,7 @@ class Run:
             batch=-(-max(len(rows), min(self.batch_rows or 0, len(self.rows))) // self.shard.data) * self.shard.data,
             prompt_len=max(len(row.read_first) for row in rows),
             max_new_tokens=max(map(self._new_tokens, rows)),
-            max_total_tokens=given if self.params.config.rope.changes_after else max(map(self._total, rows)),
+            max_total_tokens=given if self.params.config.rope_changes_after else max(map(self._total, rows)),
             block=self.prefill_block,
             mesh=self.mesh,
         )

@@ -82,7 +82,7 @@ class Run(Protocol):
 
 def runs_continuously(run: Run) -> bool:
     """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
-    if run.single or jax.process_count() > 1 or run.params.config.rope.changes_after is not None:
+    if run.single or jax.process_count() > 1 or run.params.config.rope_changes_after is not None:
         return False
     try:
         check_no_host_cache(run.policy)
@@ -105,7 +105,7 @@ def _all_fit(run: Run, longest: int) -> bool:
     if limit is None:
         return True
     tokens = min(count * longest, max(longest, GROUP_TOKENS))
-    width = 3 * config.hidden_size + 2 * config.intermediate_size // run.shard.model
+    width = 3 * config.hidden_size + 2 * max(kind.mlp.width for kind in config.kinds) // run.shard.model
     prefill = PREFILL_FACTOR * tokens * width * run.params.dtype.itemsize
     part = run.params, run.mesh
     cache = count * _batch(run, part, run.rows, 1).row_bytes

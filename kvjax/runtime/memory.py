@@ -13,7 +13,10 @@ from jax.sharding import Mesh
 from kvjax.cache import Shard, layer_specs
 from kvjax.config import ModelConfig
 from kvjax.policies import Policy, PolicyError, get_policy
-from kvjax.policies.base import held_bytes
+from kvjax.policies.layer import held_bytes
+
+_MOST_TOKENS = (1 << 31) - 1
+"""Largest number of tokens that int32 can count."""
 
 _POWERS = {letter: i for i, letter in enumerate("KMGT", 1)}
 _UNITS = {"": 1} | {k: 1000**i for k, i in _POWERS.items()} | {f"{k}I": 1024**i for k, i in _POWERS.items()}
@@ -58,9 +61,8 @@ def memory_limit(shard: Shard) -> int | None:
 
 def sequence_bytes(policy: Policy, config: ModelConfig, tokens: int, dtype: Any = jnp.bfloat16) -> int:
     """Device bytes of the cache of one sequence of exactly `tokens` tokens, processed token by token."""
-    first, *_ = layer_specs(config, 1, 0, 1, dtype, total=tokens)
-    specs = (dataclasses.replace(first, layer=i, window=w, new_tokens=tokens) for i, w in enumerate(config.windows))
-    bound = policy.bind(config)
+    bound = policy.for_model(config)
+    specs = (dataclasses.replace(spec, new_tokens=tokens) for spec in layer_specs(config, 1, 0, 1, dtype, total=tokens))
     return sum(held_bytes(bound.layer(spec))[0] for spec in specs)
 
 
@@ -68,7 +70,8 @@ def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any =
     """Maximum number of slots per head with which one sequence's cache fits into `memory` bytes; 0 if none fits.
 
     For a policy with a `budget` this is the largest budget, whatever the sequence length. For other policies it is the
-    longest sequence. The result is a multiple of 32, or of 128 above 2048, as capacities are.
+    longest sequence, up to what int32 counts. In a model whose layers all have windows, no budget is larger than the largest
+    window. The result is a multiple of 32, or of 128 above 2048, as capacities are.
 
     Args:
         policy: the policy. Its own budget is ignored.
@@ -84,10 +87,15 @@ def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any =
         except PolicyError:  # fewer slots than the policy supports
             return 0
 
+    # Where all layers have windows, a larger budget keeps no more, and the cache stops growing with the sequence.
+    windows = [math.inf if window is None else window for window in config.windows]
+    most = math.inf if math.inf in windows else max(windows) if has_budget else _MOST_TOKENS
     # Start from what fits if slots hold only keys and values, times a power of two.
-    high = memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1
+    high = int(min(memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1, most))
     while (above := nbytes(high)) <= memory:
-        high *= 2
+        if high == most:
+            return high
+        high = int(min(2 * high, most))
     step = 128 if high > 2048 else 32
     low, below, high, tries = 0, 0, -(-high // step), 0
     while high - low > 1:

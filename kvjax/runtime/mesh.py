@@ -57,7 +57,7 @@ def on_mesh(params: Params, mesh: Mesh | str | None, policy: Policy | None = Non
     if found is None:
         return params, None
     config = params.config
-    shard = get_shard(found, config) if policy is None else policy_shard(found, config, policy.bind(config))
+    shard = get_shard(found, config) if policy is None else policy_shard(found, config, policy.for_model(config))
     return place_all(shard, params), found
 
 

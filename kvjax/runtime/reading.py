@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import LayerSpec, PromptKV
 from kvjax.models import Params, transformer
 from kvjax.policies import Policy, PolicyError
-from kvjax.policies.base import CacheLayer, Carry, WrappedLayer, held_bytes
+from kvjax.policies.layer import CacheLayer, Carry, WrappedLayer, held_bytes
 from kvjax.policies.sharded import sharded
 from kvjax.runtime import replay
 

@@ -14,7 +14,7 @@ from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params, transformer
 from kvjax.policies.attention_context import AttentionContext
-from kvjax.policies.base import CacheLayer, Carry, WrappedLayer
+from kvjax.policies.layer import CacheLayer, Carry, WrappedLayer
 from kvjax.policies.replay import Part, Replay, as_prompt, held_whole, over_parts
 
 Words = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]

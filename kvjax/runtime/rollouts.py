@@ -85,7 +85,7 @@ class Rollouts:
         if unknown:
             raise ValueError(f"filters={list(filters)}: unknown {unknown[0]!r}; give some of {', '.join(FILTERS)}")
         self.params = params
-        self.shard = policy_shard(mesh, params.config, get_policy(policy, budget=budget).bind(params.config))
+        self.shard = policy_shard(mesh, params.config, get_policy(policy, budget=budget).for_model(params.config))
         self.max_prompt_tokens = amount("max_prompt_tokens", max_prompt_tokens)
         self.max_new_tokens = amount("max_new_tokens", max_new_tokens)
         parts = along_data(self.shard, params)

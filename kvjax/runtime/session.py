@@ -105,7 +105,7 @@ class Session:
             raise ValueError(
                 f"max_prompt_tokens={longest}, but a prompt that grows needs chunked prefill; give prefill_block, such as 512"
             )
-        policy = get_policy(policy, budget=budget).bind(params.config)
+        policy = get_policy(policy, budget=budget).for_model(params.config)
         ids = list(token_ids(params, prompt, one=True)[0][0])
         messages = _messages(prompt)
         if messages and messages[-1]["role"] != "user":

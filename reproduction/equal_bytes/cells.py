@@ -153,7 +153,7 @@ def fit(
     target = round(share * full)
     try:
         asked = get_policy(policy)
-        asked.bind(params.config)  # for what it says itself, such as that it has no profile of this model
+        asked.for_model(params.config)  # for what it says itself, such as that it has no profile of this model
         if "bits" in _fields(asked):
             tried = [each for bits in BITS if (each := _with_bits(asked, bits)) is not None]
             fitting = [each for each in tried if row_bytes(suite, params, each, seen) <= ABOVE * target]
@@ -163,7 +163,7 @@ def fit(
         else:
             fitted = asked
         for tokens in (suite.shortest, suite.longest(seen) + suite.new(seen)):
-            fitted.bind(params.config).validate(tokens)
+            fitted.for_model(params.config).validate(tokens)
         held = row_bytes(suite, params, fitted, seen)
     except PolicyError as error:
         return None, 0, str(error)
@@ -208,7 +208,7 @@ def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: 
         """Whether that budget's bytes do; None where the policy cannot work with it, as with one too small."""
         try:
             tried = of(steps)
-            tried.bind(params.config).validate(suite.shortest)
+            tried.for_model(params.config).validate(suite.shortest)
             return row_bytes(suite, params, tried, seen) <= target
         except PolicyError:
             return None
@@ -227,7 +227,7 @@ def _largest(suite: Suite, params: Params, policy: Policy, target: float, seen: 
 
 def row_bytes(suite: Suite, params: Params, policy: Policy, seen: bool) -> int:
     """Bytes that a row holds, on device and host together, as if it ran alone: the mean over a suite's rows."""
-    bound, new, counts = policy.bind(params.config), suite.new(seen), Counter(suite.lengths(seen))
+    bound, new, counts = policy.for_model(params.config), suite.new(seen), Counter(suite.lengths(seen))
     total = 0
     for length, count in counts.items():
         for spec in layer_specs(params.config, 1, length, new, params.dtype):

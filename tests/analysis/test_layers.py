@@ -10,6 +10,8 @@ import kvjax
 from kvjax.analysis import layers
 from kvjax.analysis.recording import record
 from kvjax.models import transformer
+from kvjax.models.attention import causal_attention
+from kvjax.models.layer import layers_of
 from kvjax.policies import ChunkKV, Full, by_layer
 
 TEXT = np.random.default_rng(4).integers(0, 64, size=70).tolist()
@@ -28,9 +30,9 @@ def test_recorded_is_what_attention_works_with(tiny, recorded):
 
     def attend(q, k, v):
         seen.append((q, k, v))
-        return transformer._causal(tiny.config.rope.resolve(70), tiny.config, None, q, k, v)
+        return causal_attention(tiny.config.layers[0].mixer, tiny.config.rope.resolve(70), q, k, v)
 
-    transformer._block(tiny.config, tiny.layers[0], transformer._embed(tiny, jnp.asarray([TEXT])), attend)
+    transformer._block(layers_of(tiny)[0], transformer._embed(tiny, jnp.asarray([TEXT])), attend)
     assert len(recorded) == 2
     first = recorded[0]
     np.testing.assert_allclose(first.v, seen[0][2][0], atol=1e-6)

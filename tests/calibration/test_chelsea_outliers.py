@@ -128,7 +128,7 @@ def test_outlier_heads_keep_everything_and_the_others_pay(tiny):
 
 def test_four_percent_take_a_fifth_to_a_sixth(tiny):
     """The paper's 4 % at R = .2 leave 16.7 % to each of the other heads."""
-    config = dataclasses.replace(tiny.config, num_layers=50, windows=())
+    config = tiny.config.with_depth(50)
     labels = [["outlier", "outlier"], ["outlier", "outlier"], *[["clustered", "clustered"]] * 48]
     heads = dataclasses.replace(profile_of(tiny, labels), model=fingerprint(config))
     assert Chelsea(profile=heads).bind(config).groups[1].budget == pytest.approx(0.16 / 0.96)

@@ -52,7 +52,7 @@ SLOW = [*range(8, 16), *range(24, 32)]
 @pytest.fixture(scope="module")
 def known():
     """Layer 0: head 0 copies the token before, head 1 is an echo head. Layer 1: head 0 is an induction head, head 1 does nothing."""
-    config = ModelConfig("llama", 40, 40, 8, 2, 4, 2, 32, 256, RopeConfig(theta=1e8, dim=32))
+    config = ModelConfig.uniform("llama", 40, 40, 8, 2, 4, 2, 32, 256, RopeConfig(theta=1e8, dim=32))
     params, random = abstract(config, "float32"), np.random.default_rng(1)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
     embed = np.zeros((40, 40), np.float32)

@@ -65,9 +65,11 @@ def refused(source: Path, *parts: str) -> None:
 
 
 def changed(fields: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Fields with another value under a key; a dot leads into an object, an exclamation mark is a dot."""
+    """Fields with another value under a key; a dot leads into an object or the first of a list, an exclamation mark is a dot."""
     first, _, rest = key.partition(".")
     first = first.replace("!", ".")
+    if isinstance(fields, list):
+        return [changed(fields[0], key, value), *fields[1:]]
     return fields | {first: changed(fields[first], rest, value) if rest else value}
 
 
@@ -104,10 +106,15 @@ FIELDS = [
     (INDEX, "weight_map", "text"),
     (INDEX, "weight_map.lm_head!weight", "shard"),
     ("kvjax.json", "version", "object"),
-    *(("kvjax.json", f"config.{key}", "size") for key in ("vocab_size", "num_layers", "num_kv_heads", "head_dim")),
-    *(("kvjax.json", f"config.{key}", "number") for key in ("norm_eps", "rope.theta")),
-    *(("kvjax.json", f"config.{key}", "flag") for key in ("tied", "qk_norm", "rope.interleaved")),
-    *(("kvjax.json", key, "object") for key in ("config", "config.rope", "config.rope.scaling")),
+    *(("kvjax.json", f"config.{key}", "size") for key in ("vocab_size", "max_position", "kinds.mlp.width")),
+    *(("kvjax.json", f"config.kinds.mixer.{key}", "size") for key in ("num_heads", "num_kv_heads", "head_dim")),
+    *(("kvjax.json", f"config.{key}", "number") for key in ("norm_eps", "kinds.mixer.rope.theta")),
+    *(
+        ("kvjax.json", f"config.{key}", "flag")
+        for key in ("tied", "kinds.mixer.qk_norm", "kinds.mixer.rope.interleaved")
+    ),
+    *(("kvjax.json", key, "object") for key in ("config", "config.kinds", "config.kinds.mixer", "config.kinds.mlp")),
+    *(("kvjax.json", f"config.kinds.mixer.{key}", "object") for key in ("rope", "rope.scaling")),
     *(("kvjax.json", f"config.{key}", "id") for key in ("eos", "bos")),
 ]
 

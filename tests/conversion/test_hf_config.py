@@ -1,12 +1,13 @@
 """`config.json` to `ModelConfig` and back."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 from checkpoints import HF_CONFIG
 
-from kvjax.config import Linear, Llama3, LongRope, Yarn
+from kvjax.config import Linear, Llama3, LongRope, ModelConfig, Yarn
 from kvjax.conversion import CheckpointError, from_hf, to_hf
 from kvjax.conversion.config_json import config_from_json, config_to_json
 from kvjax.conversion.hf_config import FAMILIES
@@ -84,7 +85,8 @@ def test_both_spellings_of_rope_agree(name: str) -> None:
 )
 def test_scalings_are_written_with_all_that_they_have(family: str, scaling: Any) -> None:
     config = from_hf(HF_CONFIG | VARIANTS["phi3" if family == "phi3" else "llama"])
-    config = dataclasses.replace(config, max_position=128, rope=dataclasses.replace(config.rope, scaling=scaling))
+    config = dataclasses.replace(config, max_position=128)
+    config = config.with_attention(rope=dataclasses.replace(config.rope, scaling=scaling))
     fields = to_hf(config)
     assert from_hf(fields) == config
     assert ("factor" in fields["rope_scaling"]) == (scaling.factor != 128 / 32 or isinstance(scaling, Yarn))
@@ -100,10 +102,17 @@ def test_what_families_imply_of_norms(family: str, epsilon: float) -> None:
     assert from_hf(fields).norm_eps == epsilon
 
 
+def with_windows(config: ModelConfig, windows: tuple[int | None, ...]) -> ModelConfig:
+    """The model with these windows, one per layer."""
+    mixers = (dataclasses.replace(layer.mixer, window=w) for layer, w in zip(config.layers, windows, strict=True))
+    layers = (dataclasses.replace(a, mixer=b) for a, b in zip(config.layers, mixers, strict=True))
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
 def test_windows_are_written_for_readers_old_and_new() -> None:
     """By layer, and for those who know no `layer_types` by the first layer that has one, from which on all have."""
     for windows, first in (((None, 16), 1), ((16, 16), 0), ((None, None), 2)):
-        config = dataclasses.replace(from_hf(HF_CONFIG | VARIANTS["qwen2"]), windows=windows)
+        config = with_windows(from_hf(HF_CONFIG | VARIANTS["qwen2"]), windows)
         fields = to_hf(config)
         assert fields["max_window_layers"] == first
         del fields["layer_types"]
@@ -137,7 +146,7 @@ def test_families_differ_as_they_should() -> None:
     assert config("qwen3").head_dim == 128
     assert config("glm").rope.interleaved
     assert (config("glm").rope.dim, config("glm").qkv_bias, config("glm").output_bias) == (4, True, False)
-    assert config("glm4").sandwich_norms
+    assert config("glm4").layers[0].norms == "both"
     assert not config("glm4").qkv_bias
     assert config("phi4-mini").rope.dim == 4
 
@@ -306,23 +315,81 @@ def test_windows_with_their_scaling(scaling: dict[str, Any] | None, expected: in
 def test_says_what_it_cannot_write() -> None:
     config = from_hf(HF_CONFIG)
     with pytest.raises(CheckpointError, match=r"a llama config.json cannot express output_bias=False"):
-        to_hf(dataclasses.replace(config, qkv_bias=True))
+        to_hf(config.with_attention(qkv_bias=True))
     with pytest.raises(CheckpointError, match="cannot write family 'mamba'"):
         to_hf(dataclasses.replace(config, family="mamba"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "change", "message"),
     [
-        ({"experts": 8}, "unknown fields experts of ModelConfig; a newer kvjax may have written them"),
-        ({"rope": {"theta": 1e4, "dim": 8}}, "fields interleaved of RopeConfig are missing"),
+        ((), {"experts": 8}, "unknown fields experts of ModelConfig; a newer kvjax may have written them"),
+        (("kinds", 0, "mixer"), {"sinks": True}, "unknown fields sinks of AttentionConfig; a newer kvjax"),
+        (("kinds", 0, "mixer"), {"type": "Mamba"}, "unknown mixer 'Mamba'; known are AttentionConfig"),
+        (("kinds", 0, "mixer"), {"rope": {"theta": 1e4, "dim": 8}}, "fields interleaved of RopeConfig are missing"),
         (
-            {"rope": {"theta": 1e4, "dim": 8, "interleaved": False, "scaling": {"type": "Fancy"}}},
+            ("kinds", 0, "mixer", "rope"),
+            {"scaling": {"type": "Fancy"}},
             "unknown rope scaling 'Fancy'; known are Linear",
         ),
-        ({"num_kv_heads": 3}, "kvjax.json: num_heads=4 is not a multiple"),
+        (("kinds", 0, "mixer"), {"num_kv_heads": 3}, "kvjax.json: num_heads=4 is not a multiple"),
+        (("kinds", 0), {"norms": "none"}, "LayerConfig.norms is 'none'"),
+        ((), {"layers": [0, 1]}, "layers has index 1, but kinds has 1 entries"),
+        ((), {"layers": []}, "num_layers=0 must be at least 1"),
     ],
 )
-def test_own_json_is_strict(change: dict[str, Any], message: str) -> None:
+def test_own_json_is_strict(key: tuple[Any, ...], change: dict[str, Any], message: str) -> None:
+    fields = config_to_json(from_hf(HF_CONFIG))
+    part = functools.reduce(lambda each, name: each[name], key, fields)
+    part |= change
     with pytest.raises(CheckpointError, match=message):
-        config_from_json(config_to_json(from_hf(HF_CONFIG)) | change, "kvjax.json")
+        config_from_json(fields, "kvjax.json")
+
+
+VERSION_1 = {
+    "family": "qwen2",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_position": 128,
+    "rope": {
+        "theta": 1e4,
+        "dim": 8,
+        "interleaved": False,
+        "scaling": {
+            "type": "Yarn",
+            "factor": 4.0,
+            "original_max_position": 32,
+            "attention_factor": None,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": True,
+        },
+    },
+    "norm_eps": 1e-06,
+    "tied": True,
+    "qkv_bias": True,
+    "output_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
+    "sandwich_norms": False,
+    "windows": [None, 16],
+    "eos": [2, 3],
+    "bos": None,
+}
+"""What the first version wrote."""
+
+
+def test_own_json_of_the_first_version_is_read() -> None:
+    config = config_from_json(VERSION_1, "kvjax.json", version=1)
+    assert config.windows == (None, 16)
+    assert (config.rope.scaling, config.qkv_bias, config.eos) == (Yarn(4.0, 32), True, (2, 3))
+    assert config_from_json(config_to_json(config), "kvjax.json") == config
+    with pytest.raises(CheckpointError, match=r"num_heads is 4\.0; it should be a valid integer"):
+        config_from_json(VERSION_1 | {"num_heads": 4.0}, "kvjax.json", version=1)
+    with pytest.raises(CheckpointError, match="fields eos of ModelConfig are missing"):
+        config_from_json({key: value for key, value in VERSION_1.items() if key != "eos"}, "kvjax.json", version=1)

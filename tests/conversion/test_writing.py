@@ -294,7 +294,7 @@ def test_unknown_formats(tmp_path: Path) -> None:
 
 def _newer(path: Path) -> None:
     header = json.loads((path / "kvjax.json").read_text())
-    (path / "kvjax.json").write_text(json.dumps(header | {"version": 2}))
+    (path / "kvjax.json").write_text(json.dumps(header | {"version": 3}))
 
 
 def _unknown(path: Path) -> None:
@@ -311,7 +311,7 @@ def _wider(path: Path) -> None:
 
 def _deeper(path: Path) -> None:
     header = json.loads((path / "kvjax.json").read_text())
-    header["config"] |= {"num_layers": 3, "windows": [None] * 3}
+    header["config"]["layers"].append(0)
     (path / "kvjax.json").write_text(json.dumps(header))
 
 
@@ -332,7 +332,7 @@ def _no_data(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_newer, r"kvjax.json: version 2 is not supported; this kvjax reads version 1"),
+        (_newer, r"kvjax.json: version 3 is not supported; this kvjax reads versions 1 and 2"),
         (_unknown, r"kvjax.json: unknown fields experts of ModelConfig"),
         (_wider, r"tensor embed has shape \[300, 32\], the configuration asks for \[301, 32\]"),
         (_deeper, r"9 tensors missing: layers.2.attn.k, layers.2.attn.o, layers.2.attn.q and 6 more"),

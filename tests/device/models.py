@@ -12,7 +12,7 @@ from kvjax.models import ModelConfig, Params, init
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
 
-SMALL = ModelConfig("llama", 97, 256, 512, 2, 8, 2, 64, 1024, RopeConfig(1e4, 64))
+SMALL = ModelConfig.uniform("llama", 97, 256, 512, 2, 8, 2, 64, 1024, RopeConfig(1e4, 64))
 """2 layers of 8 query heads on 2 KV heads of 64."""
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, size).tolist() for i, size in enumerate((150, 3, 60, 33))]

@@ -15,7 +15,7 @@ from kvjax.policies import get_policy
 from kvjax.runtime import decoding
 from reproduction.analyses.continuation import continuation
 
-CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=2, vocab_size=512, windows=())
+CONFIG = dataclasses.replace(PRESETS["llama-3.1-8b"].with_depth(2), vocab_size=512)
 LAYERS = {"chelsea": 1}
 """Chelsea's programs take longest to compile, by far, and grow with layers; the kernel between two layers is in all others."""
 PROMPT, LENGTH = 2000, 2100
@@ -43,7 +43,7 @@ def policy_of(name, config=CONFIG):
 def test_is_as_near_to_float32_as_xla_is(name, params, texts, monkeypatch):
     """Log-probabilities of given tokens, by the device's kernels and by XLA in bfloat16, against XLA in float32."""
     count = LAYERS.get(name, CONFIG.num_layers)
-    config = dataclasses.replace(CONFIG, num_layers=count, windows=())
+    config = CONFIG.with_depth(count)
     params = params.replace(config=config, layers=params.layers[:count])
 
     def scores(params) -> np.ndarray:

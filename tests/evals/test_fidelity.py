@@ -10,6 +10,7 @@ from kvjax.analysis.layers import jaccard, kept
 from kvjax.analysis.recording import record
 from kvjax.evals import fidelity
 from kvjax.models import transformer
+from kvjax.models.attention import causal_attention
 from reproduction.analyses.layer_loss import attention_similarity
 
 TEXTS = np.random.default_rng(8).integers(0, 64, size=(2, 72)).tolist()
@@ -85,7 +86,7 @@ def test_a_reading_is_the_models(tiny, readings):
 
     def attend(layer, q, k, v):
         seen.append(k)
-        return transformer._causal(tiny.config.rope.resolve(72), tiny.config, None, q, k, v)
+        return causal_attention(tiny.config.layers[layer].mixer, tiny.config.rope.resolve(72), q, k, v)
 
     transformer.hidden(tiny, jnp.asarray(TEXTS[:1], jnp.int32), attend)
     for mine, models in zip(readings[0].k, seen, strict=True):

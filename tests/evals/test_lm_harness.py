@@ -52,7 +52,7 @@ def test_it_is_registered(model):
 
 def test_its_length_is_the_scaled_window(talker):
     rope = dataclasses.replace(talker.config.rope, scaling=Yarn(4.0, 8192))
-    scaled = talker.replace(config=dataclasses.replace(talker.config, rope=rope))
+    scaled = talker.replace(config=talker.config.with_attention(rope=rope))
     found = [lm_harness.register()(params).max_length for params in (talker, scaled)]
     assert found == [8192, 32768]
 

@@ -203,7 +203,7 @@ def test_texts_are_cut_to_the_scaled_window(talker, monkeypatch):
 
     monkeypatch.setattr("kvjax.evals.measure.make_task", make_task)
     rope = dataclasses.replace(talker.config.rope, scaling=Yarn(4.0, 8192))
-    params = talker.replace(config=dataclasses.replace(talker.config, rope=rope))
+    params = talker.replace(config=talker.config.with_attention(rope=rope))
     with pytest.raises(LookupError):
         measure.prepare(params, "longbench-2wikimqa", Inputs())
     assert windows == [32768]

@@ -135,7 +135,7 @@ def test_an_interrupted_run_holds_what_was_planned(talker, tmp_path):
 def test_rotations_run_alone(talker):
     """`generate` would split a batch with two rotations of LongRoPE."""
     scaling = LongRope((1.0,) * 4, (2.0,) * 4, 80, factor=3.0)
-    config = dataclasses.replace(talker.config, rope=dataclasses.replace(talker.config.rope, scaling=scaling))
+    config = talker.config.with_attention(rope=dataclasses.replace(talker.config.rope, scaling=scaling))
     form = Format(talker.tokenizer)
     examples = [Example("a" * n, "b", ("c",), 4, chat=False) for n in (70, 76, 90, 72)]
     batches = make_batches(config, form, examples, 4, query_aware=False)

@@ -24,7 +24,9 @@ def model(num_heads: int, num_kv_heads: int, head_dim: int, **changes: Any) -> P
     sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 100, "num_layers": 2}
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     rope = RopeConfig(theta=10000.0, dim=head_dim)
-    return init(ModelConfig(family="llama", max_position=256, rope=rope, **sizes | heads | changes), jax.random.key(1))
+    return init(
+        ModelConfig.uniform(family="llama", max_position=256, rope=rope, **sizes | heads | changes), jax.random.key(1)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """What users call, over a mesh: weights that are loaded into their places, text, sessions, compiled programs."""
 
-import dataclasses
 import re
 
 import jax
@@ -271,7 +270,7 @@ def test_a_reading_that_was_stopped_on_a_mesh_goes_on_on_one_device(mesh, uneven
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_step_has_as_many_sums_as_a_plan_counts(uneven, layers):
-    config = dataclasses.replace(uneven.config, num_layers=layers, windows=())
+    config = uneven.config.with_depth(layers)
     engine = kvjax.Engine(config, prompt_len=16, max_new_tokens=8, mesh="model=2", dtype="float32")
     text = engine.executables()[1].as_text()
     assert len(re.findall(r" all-(?:reduce|gather)(?:-start)?\(", text)) == step_sums(config)

@@ -1,28 +1,33 @@
 """Parameters and configuration: shapes come from one place, and a wrong configuration says what is wrong."""
 
 import dataclasses
+import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.config import PRESETS, RopeConfig
+from kvjax.config import PRESETS, AttentionConfig, LayerConfig, MLPConfig, RopeConfig
 from kvjax.models import ModelConfig, Params, abstract, init
+from kvjax.models.attention import causal_attention
 from kvjax.models.params import count, initial, quantized_shape, tree_map_named
+from kvjax.models.transformer import hidden
 
-FULL = ModelConfig(
-    family="llama",
-    vocab_size=50,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=128,
-    rope=RopeConfig(theta=1e4, dim=8),
-)
+FIELDS: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_position": 128,
+    "rope": RopeConfig(theta=1e4, dim=8),
+}
+FULL = ModelConfig.uniform(**FIELDS)
 VARIANTS = {
     "plain": {},
     "tied": {"tied": True},
@@ -34,7 +39,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_random_parameters_have_the_abstract_shapes(name: str, dtype) -> None:
-    config = dataclasses.replace(FULL, **VARIANTS[name])
+    config = ModelConfig.uniform(**FIELDS | VARIANTS[name])
     params = jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(1))
     assert params == abstract(config, dtype)
     assert params.dtype == dtype
@@ -45,12 +50,12 @@ def test_count_is_the_sum_written_out() -> None:
     layer = 2 * D * N * H + 2 * D * K * H + 3 * D * F + 2 * D
     assert count(abstract(FULL)) == 3 * layer + 2 * V * D + D
     assert count(abstract(dataclasses.replace(FULL, tied=True))) == 3 * layer + V * D + D
-    biased = dataclasses.replace(FULL, qkv_bias=True, output_bias=True, mlp_bias=True)
+    biased = ModelConfig.uniform(**FIELDS | VARIANTS["biases"])
     assert count(abstract(biased)) - count(abstract(FULL)) == 3 * (N * H + 2 * K * H + D + 2 * F + D)
 
 
 def test_initial_scale() -> None:
-    wide = dataclasses.replace(FULL, num_layers=1, windows=(), hidden_size=512, qkv_bias=True)
+    wide = ModelConfig.uniform(**FIELDS | {"num_layers": 1, "hidden_size": 512, "qkv_bias": True})
     layer = init(wide, jax.random.key(2)).layers[0]
     assert float(layer.attn.q.std()) == pytest.approx(512**-0.5, rel=0.05)
     assert bool((layer.attn_norm == 1).all())
@@ -122,22 +127,95 @@ def test_params_are_a_pytree_with_static_configuration(tiny: Params) -> None:
     [
         ({"num_kv_heads": 4}, r"num_heads=6 .* num_kv_heads=4"),
         ({"windows": (16, None)}, r"2 entries for 3 layers"),
-        ({"windows": (1, None, 0)}, r"windows=\(1, None, 0\) must be at least one token"),
+        ({"windows": (1, None, 0)}, r"window=0 must be at least one token"),
         ({"rope": RopeConfig(theta=1e4, dim=7)}, r"rope\.dim=7 .* even"),
         ({"rope": RopeConfig(theta=1e4, dim=10)}, r"rope\.dim=10 .* at most head_dim=8"),
     ],
 )
 def test_a_wrong_configuration_says_what_is_wrong(change: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        dataclasses.replace(FULL, **change)
+        ModelConfig.uniform(**FIELDS | change)
 
 
 def test_configurations_compare_and_hash_by_value() -> None:
     assert dataclasses.replace(FULL) == FULL
     assert hash(FULL) == hash(dataclasses.replace(FULL))
     assert FULL.windows == (None, None, None)
-    assert dataclasses.replace(FULL, windows=(1, None, 1)).windows == (1, None, 1)
+    assert FULL.differ_in_windows_only
+    mixed = ModelConfig.uniform(**FIELDS | {"windows": (1, None, 1)})
+    assert mixed.windows == (1, None, 1)
+    assert mixed.layers[0] is mixed.layers[2]
+    assert len(mixed.kinds) == 2
+    scaled = FULL.with_attention(scale=8**-0.5)
+    assert scaled == FULL
+    assert pickle.loads(pickle.dumps(FULL)) == FULL
 
 
 def test_cache_bytes_per_token() -> None:
     assert FULL.cache_bytes_per_token(itemsize=2) == 3 * 2 * (2 * 8) * 2
+
+
+def mixed_layers() -> ModelConfig:
+    """Two layers with nothing in common but the width of the residual stream."""
+    first = LayerConfig(AttentionConfig(6, 2, 8, RopeConfig(1e4, 8), window=5), MLPConfig(40))
+    other = LayerConfig(
+        AttentionConfig(4, 4, 4, RopeConfig(1e6, 2), scale=0.3, qkv_bias=True, output_bias=True, qk_norm=True),
+        MLPConfig(16, bias=True),
+        norms="both",
+    )
+    return ModelConfig("llama", 50, 24, (first, other, first), 128)
+
+
+def test_layers_have_shapes_of_their_own() -> None:
+    config = mixed_layers()
+    params = init(config, jax.random.key(0))
+    assert jax.eval_shape(lambda: params) == abstract(config)
+    assert [layer.attn.q.shape for layer in params.layers] == [(48, 24), (16, 24), (48, 24)]
+    assert [layer.mlp.up.shape[0] for layer in params.layers] == [40, 16, 40]
+    assert config.cache_bytes_per_token(2) == 2 * 2 * (2 * 16 + 16)
+    assert "6 query heads on 2 KV heads of 8 and 4 query heads on 4 KV heads of 4" in repr(params)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "head_dim", "rope", "qk_norm", "intermediate_size"])
+def test_what_layers_do_not_share_is_no_fact_of_the_model(name: str) -> None:
+    config = mixed_layers()
+    assert not config.differ_in_windows_only
+    with pytest.raises(ValueError, match=r"differs between layers of this llama model: .*config\.layers\[i\]"):
+        getattr(config, name)
+
+
+def test_layers_that_differ_compute_with_what_is_theirs() -> None:
+    """Attention of every layer, against its definition in NumPy."""
+    config = mixed_layers()
+    params = init(config, jax.random.key(1))
+    tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
+    seen: list[Any] = []
+
+    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        kind = config.layers[layer].mixer
+        out = causal_attention(kind, kind.rope.resolve(12), q, k, v)
+        seen.append((layer, q, k, v, out))
+        return out
+
+    outputs = hidden(params, tokens, attend), hidden(params, tokens)
+    assert jnp.array_equal(*outputs)
+    place = np.arange(12)
+    for layer, q, k, v, out in seen[:3]:
+        kind = config.layers[layer].mixer
+        rope = kind.rope.resolve(12)
+        q, k = (np.asarray(rope.rotate(x, jnp.arange(12)[None, :, None])[0]) for x in (q, k))
+        group = kind.num_heads // kind.num_kv_heads
+        k, v = (np.repeat(x, group, axis=1) for x in (k, np.asarray(v[0])))
+        logits = np.einsum("tnh,snh->nts", q, k) * kind.logit_scale
+        distance = place[:, None] - place
+        visible = (distance >= 0) & (distance < (kind.window or 12))
+        weights = np.where(visible, np.exp(logits - logits.max()), 0)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(out[0], np.einsum("nts,snh->tnh", weights, v), atol=1e-5)
+
+
+def test_depth_and_attention_change() -> None:
+    config = mixed_layers()
+    assert config.with_depth(4).layers == (*config.layers, config.layers[0])
+    assert config.with_depth(1).layers == config.layers[:1]
+    assert config.with_attention(window=7).windows == (7, 7, 7)

@@ -11,6 +11,7 @@ from policies.driver import every_policy
 
 import kvjax
 from kvjax.bench.floor import weight_bytes
+from kvjax.config import MLPConfig
 from kvjax.conversion import quantize_weights
 from kvjax.models import Params, abstract
 from kvjax.models.params import count, nbytes, retyped
@@ -94,7 +95,8 @@ def test_programs_are_for_one_kind_of_weights(held, tiny: Params) -> None:
 @pytest.mark.parametrize("kind", ["int4"])
 def test_a_loop_holds_no_dequantised_model(kind: str, tiny: Params) -> None:
     """What decoding needs besides its arguments is less than two layers' matrices as floats, however many layers there are."""
-    config = dataclasses.replace(tiny.config, num_layers=4, hidden_size=256, intermediate_size=512, windows=())
+    layer = dataclasses.replace(tiny.config.layers[0], mlp=MLPConfig(512))
+    config = dataclasses.replace(tiny.config, layers=(layer,) * 4, hidden_size=256)
     params = abstract(config, jnp.float32, weights=kind)
     _, decode = Engine(params, "streaming_llm", 16, prompt_len=32, max_new_tokens=8).executables()
     layer = sum(

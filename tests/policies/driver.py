@@ -40,7 +40,7 @@ from kvjax.policies import (
 from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.families.scoring import PromptScorer
 
-TINY = ModelConfig("llama", 64, 48, 96, 2, 4, 2, 16, 256, RopeConfig(theta=10000.0, dim=16))
+TINY = ModelConfig.uniform("llama", 64, 48, 96, 2, 4, 2, 16, 256, RopeConfig(theta=10000.0, dim=16))
 """What policies are bound to: as the `tiny` model, 2 layers of 2 KV heads."""
 
 

@@ -104,7 +104,7 @@ def draw(seed: int) -> Drawn:
     heads = kv_heads * int(random.integers(1, 4))
     rope = RopeConfig(pick([100.0, 10000.0]), pick([dim, dim // 2]), interleaved=bool(random.random() < 0.2))
     windows = tuple(pick([None, None, None, 12]) for _ in range(layers))
-    config = ModelConfig("llama", 64, 48, 96, layers, heads, kv_heads, dim, 256, rope, windows=windows)
+    config = ModelConfig.uniform("llama", 64, 48, 96, layers, heads, kv_heads, dim, 256, rope, windows=windows)
 
     lengths = random.integers(1, PROMPT + 1, size=int(random.integers(2, 4))).astype(np.int32)
     lengths[0] = max(lengths[0], 40)
@@ -137,7 +137,7 @@ def draw(seed: int) -> Drawn:
 def draw_policy(seed: int) -> Policy:
     """A random policy, not bound, for models of 2 layers and 3 KV heads."""
     random = np.random.default_rng([28, seed])
-    config = ModelConfig("llama", 64, 48, 96, 2, 6, 3, 8, 256, RopeConfig(100.0, 8))
+    config = ModelConfig.uniform("llama", 64, 48, 96, 2, 6, 3, 8, 256, RopeConfig(100.0, 8))
     while True:
         try:
             return _policy(random, config, depth=3)

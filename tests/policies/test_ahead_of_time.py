@@ -44,7 +44,7 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
 )
 def test_a_decode_step_copies_no_cache(name, generation):
     """What a step needs besides weights and cache is less than one layer's cache, so no layer's is copied."""
-    config = dataclasses.replace(CONFIG, num_layers=LAYERS.get(name, 3), windows=())
+    config = CONFIG.with_depth(LAYERS.get(name, 3))
     policy = policy_for(name, config)
     specs = layer_specs(config, 1, 32768 - 256, 256, jnp.bfloat16)
     caches = tuple(jax.eval_shape(policy.layer(spec).init) for spec in specs)

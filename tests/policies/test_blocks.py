@@ -168,7 +168,7 @@ def same(cls: Any, definition: Any, **options: Any) -> tuple[Policy, Make]:
 def cate(order: str = "max_then_sum", eta: float = 1.0, heads: int = 4, budget: int = 24, **options: int):
     """A consistent head and an adaptive one."""
     layout = {"sinks": 2, "recent": 4, "chunk": 4, "window": 6} | options | {"budget": budget, "order": order}
-    config = dataclasses.replace(TINY, num_heads=heads)
+    config = TINY.with_attention(num_heads=heads)
     policy = CateKV(**layout, eta=eta, profile=(("consistent", "adaptive"),) * 2).bind(config)
     kinds = {(0,): partial(oracle.CateKV, **layout), (1,): partial(oracle.CateKV, **layout, kind="adaptive", eta=eta)}
     return policy, partial(oracle.ByHead, parts=kinds)
@@ -176,7 +176,7 @@ def cate(order: str = "max_then_sum", eta: float = 1.0, heads: int = 4, budget: 
 
 def duo(heads: int, **options: int):
     """A head that keeps everything and one that streams where it stood."""
-    config = dataclasses.replace(TINY, num_heads=heads)
+    config = TINY.with_attention(num_heads=heads)
     policy = DuoAttention(**options, profile=(("retrieval", "streaming"),) * 2).bind(config)
     kinds = {(0,): oracle.Text, (1,): partial(oracle.Streaming, **options, by_place=False)}
     return policy, partial(oracle.ByHead, parts=kinds)

@@ -41,7 +41,7 @@ def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts shorter and longer than the budget: kept tokens and outputs after each step."""
     changed, heads, kv_heads, labels = CONFIGURATIONS[name]
     options = SMALL | changed
-    config = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
+    config = TINY.with_attention(num_heads=heads, num_kv_heads=kv_heads)
     policy = bound(config, **options, profile=(tuple(labels),) * 2)
     lengths = np.random.default_rng(7).integers(1, 64, size=32)
     case = make_case(3, lengths, steps=3, heads=heads, kv_heads=kv_heads)
@@ -112,7 +112,7 @@ def test_whole_chunks_are_kept():
 
 # Memory: consistent heads really hold less.
 
-LLAMA = ModelConfig("llama", 1000, 1024, 256, 20, 32, 8, 128, 2**18, RopeConfig(theta=5e5, dim=128))
+LLAMA = ModelConfig.uniform("llama", 1000, 1024, 256, 20, 32, 8, 128, 2**18, RopeConfig(theta=5e5, dim=128))
 
 
 def labels(share: float) -> tuple[tuple[str, ...], ...]:
@@ -206,8 +206,9 @@ def test_the_profile_of_another_model_is_refused():
 def test_the_model_is_known_by_its_shape():
     same = dataclasses.replace(TINY, eos=(3, 4), bos=1, max_position=99)
     assert fingerprint(same) == fingerprint(TINY)
-    for change in ({"hidden_size": 50}, {"rope": RopeConfig(theta=1e5, dim=16)}, {"family": "qwen2"}):
+    for change in ({"hidden_size": 50}, {"family": "qwen2"}):
         assert fingerprint(dataclasses.replace(TINY, **change)) != fingerprint(TINY)
+    assert fingerprint(TINY.with_attention(rope=RopeConfig(theta=1e5, dim=16))) != fingerprint(TINY)
 
 
 def test_the_profile_of_another_method_is_refused():

@@ -265,7 +265,7 @@ def prefilled(policy, params, prompt) -> list[list[set[int]]]:
 @pytest.fixture(scope="module")
 def deep(tiny):
     """Four layers of random weights."""
-    config = dataclasses.replace(tiny.config, num_layers=4, windows=())
+    config = tiny.config.with_depth(4)
     return jax.jit(functools.partial(kvjax.models.init, config))(jax.random.key(1))
 
 

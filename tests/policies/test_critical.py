@@ -1,7 +1,5 @@
 """CriticalKV's two stages against the literal algorithm, alone and within a model."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +168,7 @@ def test_memory_is_the_policys():
 
 
 def test_compositions_are_weighed_part_by_part():
-    bound = get_policy("critical(pyramid(snapkv:64; beta=4))").bind(dataclasses.replace(TINY, num_layers=2))
+    bound = get_policy("critical(pyramid(snapkv:64; beta=4))").bind(TINY.with_depth(2))
     assert all(type(policy) is Critical for policy in bound.layers)
     assert bound.bind(TINY) == bound
 

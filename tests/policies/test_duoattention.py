@@ -30,7 +30,7 @@ CONFIGURATIONS = {
 def test_equals_the_definition(name):
     """A ragged batch, prompts shorter and longer than a streaming head's budget: tokens held and outputs after each step."""
     options, heads, labels = CONFIGURATIONS[name]
-    config = dataclasses.replace(TINY, num_heads=heads)
+    config = TINY.with_attention(num_heads=heads)
     policy = DuoAttention(**options, profile=(labels,) * 2).bind(config)
     lengths = np.random.default_rng(7).integers(1, 60, size=36)
     case = make_case(3, lengths, STEPS, heads, 2)
@@ -74,7 +74,7 @@ def test_share_of_streaming_heads():
     def streaming(config, **options):
         return DuoAttention(**options, profile=profile(config)).bind(config).heads[-1]
 
-    alone = dataclasses.replace(TINY, num_heads=2)
+    alone = TINY.with_attention(num_heads=2)
     assert streaming(TINY) == ((1,), (0,))
     assert streaming(alone) == ((1,), (0, 1))
     assert streaming(TINY, sparsity=0.0) == ((), ())
@@ -113,7 +113,7 @@ def test_with_catekv_in_one(tiny):
     assert [(part.heads, part.layer.policy) for part in inner.layer.parts] == [((0,), retrieval.groups[1])]
     assert bound.bind(TINY) == bound
 
-    config = dataclasses.replace(TINY, num_heads=6, num_kv_heads=3)
+    config = TINY.with_attention(num_heads=6, num_kv_heads=3)
     kinds = ("streaming", "retrieval", "retrieval")
     cate = dataclasses.replace(cate, profile=(("consistent", "consistent", "adaptive"),) * 2)
     three = dataclasses.replace(policy, profile=(kinds,) * 2, retrieval=cate).bind(config)

@@ -95,7 +95,7 @@ def test_equals_the_definition_in_an_upper_layer():
 @pytest.mark.parametrize("budget", [512, 0.125])
 def test_layers_have_shapes_of_their_own_at_4k(tiny, budget):
     """Upper layers hold less, in bytes; all together hold what SnapKV would, but for rounding slots up."""
-    config = dataclasses.replace(tiny.config, num_layers=8, windows=())
+    config = tiny.config.with_depth(8)
     policy = PyramidKV(budget=budget)
     slots = [policy.layer(layer(SPEC, i, 8, prompt_len=4096, new_tokens=8)).capacity for i in range(8)]
     assert slots == sorted(slots, reverse=True)
@@ -124,7 +124,7 @@ def test_budgets_for_any_policy():
 
 def test_pyramid_of_chunks(tiny):
     """Each layer is a `ChunkKV` with a budget of its own, and the whole works."""
-    config = dataclasses.replace(tiny.config, num_layers=4, windows=())
+    config = tiny.config.with_depth(4)
     policy = pyramid(ChunkKV(budget=64, window=8, chunk=4), beta=4)
     bound = policy.bind(config)
     assert [part.budget for part in bound.layers] == [106, 78, 50, 22]

@@ -236,7 +236,7 @@ def test_chunkkv_in_4_bits(tiny):
 )
 def test_policies_that_change_their_slots_are_refused(policy):
     with pytest.raises(PolicyError, match=rf"quantized\({policy.info.name}\): .* cannot be moved, merged or evicted"):
-        quantized(policy).bind(dataclasses.replace(TINY, num_layers=3, windows=()))  # of sparse ones two are dense
+        quantized(policy).bind(TINY.with_depth(3))  # of sparse ones two are dense
 
 
 def test_compositions_are_quantised_part_by_part():

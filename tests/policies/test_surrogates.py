@@ -90,7 +90,7 @@ FAST = ("kvzap, mlp", "gate")
 def test_equals_the_literal_algorithm(name):
     """A ragged batch, prompts shorter and longer than the budget."""
     policy, options, heads, kv_heads = CONFIGURATIONS[name]
-    config = dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads)
+    config = TINY.with_attention(num_heads=heads, num_kv_heads=kv_heads)
     zap = isinstance(policy, KVzap)
     weights = (surrogates.kvzap if zap else surrogates.gates)(config, **options)
     policy = dataclasses.replace(policy, weights=weights).bind(config)
@@ -399,14 +399,14 @@ def test_lists_and_archives_are_bounded(tmp_path, monkeypatch):
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
-    other = dataclasses.replace(TINY, num_kv_heads=1)
+    other = TINY.with_attention(num_kv_heads=1)
     for policy, make in ((KVzap, surrogates.kvzap), (FastKVzip, surrogates.gates)):
         with pytest.raises(PolicyError, match="no weights are given"):
             policy().bind(TINY)
         with pytest.raises(PolicyError, match="layer 0 has weights"):
             policy(weights=make(other)).bind(TINY)
         with pytest.raises(PolicyError, match="weights have 3 layers"):
-            policy(weights=make(dataclasses.replace(TINY, num_layers=3, windows=()))).bind(TINY)
+            policy(weights=make(TINY.with_depth(3))).bind(TINY)
         with pytest.raises(PolicyError, match="Give a Surrogate"):
             policy(weights=3)
     with pytest.raises(FileNotFoundError):

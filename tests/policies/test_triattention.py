@@ -120,7 +120,7 @@ def test_equals_the_literal_algorithm(name):
     """Ragged rows, prompts shorter and longer than the budget and a round: what is kept and put out at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
     statistics = mean_queries(
-        dataclasses.replace(TINY, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, rope=RopeConfig(100.0, 8))
+        TINY.with_attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=8, rope=RopeConfig(100.0, 8))
     ).layer(0, 8)
     policy = policy_of(statistics, **options)
     equals(policy, oracle.TriAttention, options | {"queries": statistics}, heads, kv_heads, rows=50, steps=12)
@@ -144,7 +144,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
             lambda: run(TriAttention(budget=8, window=4, every=4), make_case(0, [20], 1)),
             "not bound to a model",
         ),
-        (lambda: TriAttention(profile=mean_queries(TINY)).bind(dataclasses.replace(TINY, num_heads=2)), "was made for"),
+        (lambda: TriAttention(profile=mean_queries(TINY)).bind(TINY.with_attention(num_heads=2)), "was made for"),
         (
             lambda: TriAttention(profile=dataclasses.replace(mean_queries(TINY), queries=(pack(b"000"),) * 2)).bind(
                 TINY

@@ -175,14 +175,14 @@ def test_blocks_are_coded_as_token_by_token(values):
 )
 def test_bytes_are_those_of_codes(options, bytes_):
     """By hand, for a head of 128 numbers: codes, a factor of each key, a scale and a zero or a factor of each value; and positions."""
-    config = dataclasses.replace(PRESETS["llama-3.1-8b"], num_layers=1, windows=())
+    config = PRESETS["llama-3.1-8b"].with_depth(1)
     policy = TurboQuant(exact_layers=0, **options)
     slots = policy.layer(layer_specs(config, 1, 6000, 144, jnp.bfloat16)[0]).capacity
     assert policy.nbytes(config, 1, 6000, 144) == 8 * (slots * (bytes_ + 4) + 4) + 4
 
 
 def test_the_first_and_last_layers_are_exact():
-    config = dataclasses.replace(TINY, num_layers=6, windows=())
+    config = TINY.with_depth(6)
     bound = TurboQuant().bind(config)
     exact = [bound.layer(spec).is_plain for spec in layer_specs(config, 1, 64, 8, jnp.float32)]
     assert exact == [True, True, False, False, True, True]
@@ -210,7 +210,7 @@ def test_the_same_tokens_are_kept():
 def test_it_is_written_as_text(text, tiny):
     policy = get_policy(text)
     assert get_policy(str(policy)) == policy
-    bound = policy.bind(dataclasses.replace(TINY, num_layers=5, windows=()))
+    bound = policy.bind(TINY.with_depth(5))
     assert get_policy(str(bound)) == bound
     assert len(kvjax.generate(tiny, [1, 2, 3] * 20, policy=policy, max_new_tokens=4, ignore_eos=True).tokens) == 4
 
@@ -245,7 +245,7 @@ def test_nothing_free_is_read():
         (lambda: Quantized(Full(), scheme="qjl"), "scheme='qjl' is unknown. Give one of 'kivi', 'turboquant'"),
         (lambda: TurboQuant(values="all"), "values='all'"),
         (
-            lambda: TurboQuant(exact_layers=0).bind(dataclasses.replace(TINY, head_dim=24)),
+            lambda: TurboQuant(exact_layers=0).bind(TINY.with_attention(head_dim=24)),
             "power of two, but this model has 24",
         ),
     ],

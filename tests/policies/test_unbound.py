@@ -9,10 +9,10 @@ from policies.surrogates import model_inputs
 
 from kvjax.cache import layer_specs
 from kvjax.policies import Policy, PolicyError, get_policy, policies
-from kvjax.policies.base import check_reads_blocks
+from kvjax.policies.layer import check_reads_blocks
 from kvjax.policies.unbound import check_unbound
 
-MODEL = dataclasses.replace(TINY, num_layers=8, windows=())
+MODEL = TINY.with_depth(8)
 """More layers than any policy leaves as they are."""
 
 TRANSFORMS = (

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from kvjax import cache
 from kvjax.cache import LayerCache, TokenBlock
 
-from ..base import Attention, CacheLayer, Carry, P
+from ..layer import Attention, CacheLayer, Carry, P
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
 from kvjax.pallas_kernels import partial_ragged_attention, ragged_attention
 
-from ..base import Carry
+from ..layer import Carry
 from .scoring import PromptScorer, PromptScorerLayer
 
 P = TypeVar("P", bound=PromptScorer)

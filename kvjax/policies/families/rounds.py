@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock
 
-from ..base import CacheLayer, Carry, Reads, check_reads_blocks
+from ..layer import CacheLayer, Carry, Reads, check_reads_blocks
 from .scoring import PromptScorerLayer
 
 REWRITTEN = 2**21

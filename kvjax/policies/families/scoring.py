@@ -17,10 +17,11 @@ from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import attention_mass, exceeds, top_k, window_scores
 
-from ..base import CacheLayer, Carry, Policy, Reads, State, When, read_as_prompt
+from ..base import Policy
 from ..budget import budget_rows, budget_tokens, check_least
 from ..checks import expect_shape
 from ..fields import check_fields
+from ..layer import CacheLayer, Carry, Reads, State, When, read_as_prompt
 
 P = TypeVar("P", bound="PromptScorer")
 E = TypeVar("E", bound="ScoreEviction")

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 
-from ..base import Attention, CacheLayer, Carry, P, State, When
 from ..budget import budget_tokens
+from ..layer import Attention, CacheLayer, Carry, P, State, When
 
 
 def reads_everything(spec: LayerSpec, budget: int | float, dense_layers: int, least: int) -> bool:

@@ -22,9 +22,10 @@ from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
 from ..attention_context import AttentionContext
-from ..base import CacheLayer, Carry, Policy
+from ..base import Policy
 from ..fields import check_fields
 from ..info import PolicyError
+from ..layer import CacheLayer, Carry
 from .dense import DenseLayer
 from .ragged import RaggedLayer
 from .scoring import PromptScorer, PromptScorerLayer

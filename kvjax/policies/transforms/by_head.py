@@ -14,8 +14,9 @@ from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
-from ..base import CacheLayer, Carry, Policy, Queries, Reads, State, When
+from ..base import Policy
 from ..info import PolicyError, PolicyInfo, combined
+from ..layer import CacheLayer, Carry, Queries, Reads, State, When
 from ..replay import Replay
 
 

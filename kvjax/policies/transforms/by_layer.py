@@ -7,8 +7,9 @@ from typing import Any
 from kvjax.cache import LayerSpec
 from kvjax.config import ModelConfig
 
-from ..base import CacheLayer, Policy
+from ..base import Policy, Windowed
 from ..info import PolicyError, PolicyInfo, combined
+from ..layer import CacheLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,12 @@ class ByLayer(Policy):
                 f"by_layer: {len(self.layers)} layers are given, but the model has {config.num_layers}. Give one policy per layer."
             )
         return ByLayer(tuple(policy.bind(config) for policy in self.layers))
+
+    def for_model(self, config: ModelConfig) -> Policy:
+        """One policy per layer, or one per layer that is compressed (`ModelConfig.compressed`)."""
+        if len(self.layers) == config.num_layers and any(window is not None for window in config.windows):
+            return Windowed(self.bind(config), tuple(range(config.num_layers)), config.num_layers)
+        return super().for_model(config)
 
     def with_budget(self, budget: Any) -> "ByLayer":
         return ByLayer(tuple(policy.with_budget(budget) for policy in self.layers))

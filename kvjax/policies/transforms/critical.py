@@ -11,11 +11,12 @@ from kvjax.cache import LayerSpec, PromptKV, layer_specs
 from kvjax.config import ModelConfig
 
 from ..attention_context import AttentionContext
-from ..base import CacheLayer, Carry, Policy
+from ..base import Policy
 from ..budget import budget_rows
 from ..families.scoring import PromptScorer, PromptScorerLayer
 from ..fields import check_fields
 from ..info import PolicyError
+from ..layer import CacheLayer, Carry
 from .wrapper import Wrapper
 
 TOKENS = 64

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ..base import CacheLayer, P, Reads
+from ..layer import CacheLayer, P, Reads
 from ..replay import Replay
 
 
@@ -16,6 +16,10 @@ class LowBitLayer(CacheLayer[P]):
     """
 
     inner: CacheLayer[Any] = dataclasses.field(kw_only=True)
+
+    @property
+    def max_kept(self) -> int:
+        return self.inner.max_kept
 
     @property
     def reads(self) -> Reads:

@@ -14,10 +14,11 @@ from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, host_memory
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.gradients import without_gradient
 
-from ..base import Attention, CacheLayer, Carry, Policy, Reads, State, WrappedLayer
+from ..base import Policy
 from ..families.sparse import SparseLayer
 from ..fields import check_fields
 from ..info import PolicyError
+from ..layer import Attention, CacheLayer, Carry, Reads, State, WrappedLayer
 from .wrapper import Wrapper
 
 KV = tuple[Array, ...]

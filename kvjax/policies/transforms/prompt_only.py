@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
 
-from ..base import CacheLayer, Carry, Policy
+from ..base import Policy
 from ..info import PolicyError, PolicyInfo
+from ..layer import CacheLayer, Carry
 from .wrapper import Wrapper
 
 

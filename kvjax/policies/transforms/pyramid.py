@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from kvjax.cache import LayerSpec
 from kvjax.config import ModelConfig
 
-from ..base import CacheLayer, Policy
+from ..base import Policy
 from ..fields import check_fields
 from ..info import PolicyError
+from ..layer import CacheLayer
 from .by_layer import by_layer
 from .wrapper import Wrapper
 

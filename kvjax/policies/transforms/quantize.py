@@ -13,9 +13,10 @@ from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock, pack
 from kvjax.cache.packing import Bits, PackedCache
 from kvjax.config import ModelConfig
 
-from ..base import CacheLayer, Carry, Policy, check_reads_blocks
+from ..base import Policy
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
+from ..layer import CacheLayer, Carry, check_reads_blocks
 from .low_bit import LowBitLayer
 from .rotated import RotatedLayer, Values
 from .wrapper import Wrapper

@@ -5,11 +5,12 @@ from typing import Any, ClassVar, Literal, cast
 
 from kvjax.cache import LayerSpec
 
-from ..base import CacheLayer, Policy
+from ..base import Policy
 from ..families.rounds import RoundsLayer
 from ..families.scoring import PromptScorer, PromptScorerLayer
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
+from ..layer import CacheLayer
 from .wrapper import Wrapper
 
 

@@ -17,7 +17,7 @@ from kvjax.cache.codebook import Coded
 from kvjax.cache.packing import Bits
 from kvjax.pallas_kernels.masking import MASKED
 
-from ..base import Carry, check_reads_blocks
+from ..layer import Carry, check_reads_blocks
 from .low_bit import LowBitLayer
 
 Values = Literal["levels", "rotated"]
@@ -73,10 +73,6 @@ class RotatedLayer(LowBitLayer[Any]):
     @property
     def shards_own_store(self) -> bool:
         return True
-
-    @property
-    def max_kept(self) -> int:
-        return self.inner.max_kept
 
     @property
     def capacity(self) -> int:

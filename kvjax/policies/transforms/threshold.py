@@ -10,11 +10,12 @@ from kvjax import cache
 from kvjax.cache import LayerSpec, PromptKV, Token
 from kvjax.pallas_kernels import top_k
 
-from ..base import CacheLayer, Carry, Policy
+from ..base import Policy
 from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
+from ..layer import CacheLayer, Carry
 from .wrapper import Wrapper
 
 

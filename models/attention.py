@@ -1,0 +1,56 @@
+"""Attention of one layer around the cache: projections to heads, and attention without a cache."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import LayerSpec, PromptKV
+from kvjax.config import AttentionConfig, Rope
+from kvjax.pallas_kernels import prefill_attention, projection
+
+from .layer import Layer, biased
+
+
+def heads_of(layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
+    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`."""
+    p = layer.params.attn
+    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=layer.norm(layer.params.attn_norm)))
+
+
+def split_heads(layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:
+    """Split products of the q, k and v matrices into heads, with biases and norms if the layer has them."""
+    p, (q, k, v) = layer.params.attn, products
+    return _heads(layer, q, p.q_bias, p.q_norm), _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias)
+
+
+def queries_ahead(previous: Layer, layer: Layer, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
+    """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
+    p = layer.params.attn
+    (q,) = projection(x, p.q, norm=previous.norm(previous.params.attn_norm))
+    return _heads(layer, q, p.q_bias, p.q_norm)
+
+
+def prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
+    """Attention over a whole prompt. Devices with the same KV heads split the query heads, if the split is even."""
+    shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
+    q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
+    own, part = divmod(spec.num_heads, shard.same_heads)
+    if shard.same_heads > 1 and not part and (own % group == 0 or group % own == 0):
+        first = shard.same_heads_index() * own
+        q = jax.lax.dynamic_slice_in_dim(q, first, own, axis=2)
+        k, v = (jax.lax.dynamic_slice_in_dim(x, first // group, max(own // group, 1), axis=2) for x in (k, v))
+    return prefill_attention(q, k, v, scale=spec.scale, window=spec.window)
+
+
+def causal_attention(config: AttentionConfig, rope: Rope, q: Array, k: Array, v: Array) -> Float[Array, "B T N H"]:
+    """Causal attention without a cache, of unrotated q [B, T, N, H] and k, v [B, T, K, H]."""
+    pos = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
+    q, k = rope.rotate(q, pos), rope.rotate(k, pos)
+    return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window)
+
+
+def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
+    h = biased(h, bias).reshape(*h.shape[:-1], -1, layer.config.mixer.head_dim)
+    return h if norm is None else layer.norm(norm)(h)
