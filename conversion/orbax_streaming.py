@@ -8,12 +8,15 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+from kvjax._util import interrupts
 
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 """The system's error number in a TensorStore message."""
@@ -32,6 +35,9 @@ checkpoint of 600 tensors, and writing took five times as long.
 def save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None:
     """Write an Orbax checkpoint of a flat dictionary.
 
+    Ctrl-C takes effect before the next array is read, when no write is pending. An exception amid Orbax's writes would
+    leave them running in other threads, in a directory that the caller deletes.
+
     Args:
         path: directory to create.
         parameters: by name, functions that return host arrays. Each is called once the arrays before it are on disk,
@@ -40,6 +46,17 @@ def save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None
     Raises:
         OSError: for example, the disk is full.
     """
+    with interrupts.held_back() as interrupted:
+
+        def uninterrupted(read: Callable[[], np.ndarray]) -> np.ndarray:
+            if interrupted:
+                raise InterruptedError
+            return read()
+
+        _save(path, {name: partial(uninterrupted, read) for name, read in parameters.items()})
+
+
+def _save(path: Path, parameters: Mapping[str, Callable[[], np.ndarray]]) -> None:
     tree = {name: _Later(read) for name, read in parameters.items()}
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
     # Without a jax.Array handler, Orbax warns, although the tree contains none.

@@ -16,8 +16,9 @@ import pytest
 from checkpoints import HF_CONFIG, write_hf
 
 import kvjax
+from kvjax._util import interrupts
 from kvjax.conversion import Tokenizer
-from kvjax.runtime import decoding, interrupts, session
+from kvjax.runtime import decoding, session
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.program import Program
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax._util import interrupts
 from kvjax._util.arguments import amount, short, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
-from kvjax.runtime import decoding, interrupts
+from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine, blocks
 from kvjax.runtime.exclusive import Exclusive, alone
 from kvjax.runtime.generation import Reply

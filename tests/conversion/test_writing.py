@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,35 @@ def test_many_small_arrays_take_no_more_than_their_bytes(tmp_path: Path) -> None
     files = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
     metadata = sum(file.stat().st_size for file in (tmp_path / "params").glob("_*"))
     assert sum(files) - metadata < 1.05 * numbers.nbytes
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_ctrl_c_ends_between_two_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stage: str
+) -> None:
+    """No write is left behind that would go on in a directory that is deleted, wherever Ctrl-C arrives."""
+    before, seen = signal.getsignal(signal.SIGINT), []
+    write = orbax_streaming._Batches._write
+
+    def step(name: str) -> None:
+        seen.append(name)
+        if seen.count(stage) == 3 and name == stage:
+            signal.raise_signal(signal.SIGINT)
+
+    def read(i: int) -> np.ndarray:
+        step("read")
+        return np.full(1000, i, np.float32)
+
+    async def written(*args: Any) -> None:
+        step("write")
+        await write(*args)
+        seen.append("written")
+
+    monkeypatch.setattr(orbax_streaming, "_BATCH_BYTES", 8000)  # two arrays
+    monkeypatch.setattr(orbax_streaming._Batches, "_write", written)
+    with pytest.raises(KeyboardInterrupt):
+        orbax_streaming.save(tmp_path / "params", {f"p{i}": partial(read, i) for i in range(12)})
+    assert seen.count("write") == seen.count("written")
+    assert seen.count("read") == {"read": 3, "write": 7}[stage]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr() == ("", "")
