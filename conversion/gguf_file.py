@@ -18,13 +18,24 @@ import ml_dtypes
 import numpy as np
 from pydantic import Field
 
-from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, RopeScaling, Yarn
+from kvjax.config import (
+    AttentionConfig,
+    LayerConfig,
+    Linear,
+    Llama3,
+    LongRope,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+    Yarn,
+)
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, listed, shortened, told
 from .gguf_tokenizer import END_TEXTS, read_tokenizer
-from .hf_config import FAMILIES
+from .hf_config import FAMILIES, WINDOW_PATTERN, Family
 from .layout import Layout, hf_layout
 from .mapped import mapped
 from .quantised import BLOCKS, blocks_shape, from_blocks
@@ -37,11 +48,23 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
-"""Supported values of `general.architecture`, which are also the names of the families. Mistral files use "llama".
+"""Supported values of `general.architecture`. Mistral files use "llama".
 
 To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits text in a new way, add that to
 `gguf_tokenizer.py`.
+"""
+
+FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {"gemma3": "gemma3_text"}
+"""Families, by `general.architecture`."""
+
+_ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()}
+
+_SCALE_OF_WIDE = 62
+"""Number of layers of the Gemma 3 model whose attention scale is (D / N) ** -0.5, and not that of its head dim.
+
+Files do not store the scale. llama.cpp decides it by the number of layers, too.
 """
 
 QUANTISATIONS = ("F32", "F16", "BF16", *BLOCKS)
@@ -270,7 +293,7 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 def gguf_layout(config: ModelConfig) -> Layout:
     """The Hugging Face layout, with the `gguf` library's tensor names."""
-    names = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.num_layers)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[_ARCHITECTURE_OF[config.family]], config.num_layers)
     return {
         names.get_name(name, try_suffixes=(".weight", ".bias")) or name: entry
         for name, entry in hf_layout(config).items()
@@ -290,6 +313,9 @@ class _Metadata(Strict):
     head_dim: Size | None = Field(None, alias="attention.key_length")
     norm_eps: Positive = Field(alias="attention.layer_norm_rms_epsilon")
     window: int = Field(0, alias="attention.sliding_window", ge=0, lt=2**31)
+    window_pattern: Size | list[bool] | None = Field(None, alias="attention.sliding_window_pattern")
+    local_theta: Positive | None = Field(None, alias="rope.freq_base_swa")
+    logit_cap: Positive | None = Field(None, alias="final_logit_softcapping")
     rope_dim: Size | None = Field(None, alias="rope.dimension_count")
     theta: Positive = Field(10000.0, alias="rope.freq_base")
     scaling: str | None = Field(None, alias="rope.scaling.type")
@@ -316,22 +342,19 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     Raises:
         CheckpointError: see `open_gguf`.
     """
-    family_name = metadata.get("general.architecture")
-    if not isinstance(family_name, str) or family_name not in ARCHITECTURES:
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: unknown general.architecture {shortened(family_name)}; supported are {', '.join(ARCHITECTURES)}"
+            f"{path}: unknown general.architecture {shortened(name)}; supported are {', '.join(ARCHITECTURES)}"
         )
-    family = FAMILIES[family_name]
-    fields = checked_under(_Metadata, metadata, f"{family_name}.", path)
+    family = FAMILIES[FAMILY_OF[name]]
+    fields = checked_under(_Metadata, metadata, f"{name}.", path)
     tokens = checked_under(_Tokens, metadata, "tokenizer.ggml.", path)
     if fields.expert_count:
         raise CheckpointError(f"{path}: a mixture of {fields.expert_count} experts; only dense models are supported")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
-    head_dim = fields.head_dim or fields.embedding_length // fields.num_heads
-    dim = fields.rope_dim or head_dim
-    window = fields.window if family.windows == "all" else 0
     vocab_size = int(embedding.shape[1])
     named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
     texts = metadata.get("tokenizer.ggml.tokens")
@@ -340,30 +363,17 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         *(i for i, text in enumerate(texts[:vocab_size] if isinstance(texts, list) else ()) if text in END_TEXTS),
     )
     try:
-        return ModelConfig.uniform(
-            family=family_name,
+        return ModelConfig(
+            family=FAMILY_OF[name],
             vocab_size=vocab_size,
             hidden_size=fields.embedding_length,
-            intermediate_size=fields.feed_forward_length,
-            num_layers=fields.block_count,
-            num_heads=fields.num_heads,
-            num_kv_heads=fields.num_kv_heads or fields.num_heads,
-            head_dim=head_dim,
+            layers=_layers(fields, family, tensors, path),
             max_position=fields.context_length,
-            rope=RopeConfig(
-                theta=_decimal(fields.theta),
-                dim=dim,
-                interleaved=family.interleaved,
-                scaling=_scaling(fields, tensors, dim, path),
-            ),
             norm_eps=_decimal(fields.norm_eps),
+            norm_offset=family.norm_offset,
             tied="output.weight" not in tensors,
-            qkv_bias="blk.0.attn_q.bias" in tensors,
-            output_bias="blk.0.attn_output.bias" in tensors,
-            mlp_bias="blk.0.ffn_down.bias" in tensors,
-            qk_norm=family.qk_norm,
-            sandwich_norms=family.sandwich_norms,
-            windows=(window or None,) * fields.block_count,
+            embed_scale=fields.embedding_length**0.5 if family.scales_embedding else 1.0,
+            logit_cap=None if fields.logit_cap is None else _decimal(fields.logit_cap),
             eos=tuple(dict.fromkeys(eos)),
             bos=tokens.bos,
         )
@@ -371,6 +381,58 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         raise
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _layers(
+    fields: _Metadata, family: Family, tensors: Mapping[str, gguf.ReaderTensor], path: Path
+) -> tuple[LayerConfig, ...]:
+    """Derive the layers."""
+    head_dim = fields.head_dim or fields.embedding_length // fields.num_heads
+    dim = fields.rope_dim or head_dim
+    rope = RopeConfig(
+        theta=_decimal(fields.theta),
+        dim=dim,
+        interleaved=family.interleaved,
+        scaling=_scaling(fields, tensors, dim, path),
+    )
+    mixer = AttentionConfig(
+        num_heads=fields.num_heads,
+        num_kv_heads=fields.num_kv_heads or fields.num_heads,
+        head_dim=head_dim,
+        rope=rope,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        qk_norm=family.qk_norm,
+    )
+    if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
+        mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)
+    mlp = MLPConfig(fields.feed_forward_length, "blk.0.ffn_down.bias" in tensors, family.activation)
+    local = rope
+    if family.local_theta is not None:  # scaling is for full attention only
+        local = dataclasses.replace(rope, theta=_decimal(fields.local_theta or family.local_theta), scaling=None)
+
+    def layer(window: int | None) -> LayerConfig:
+        own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
+        return LayerConfig(own, mlp, family.norms)
+
+    return tuple(map(layer, _windows(fields, family, path)))
+
+
+def _windows(fields: _Metadata, family: Family, path: Path) -> list[int | None]:
+    """Window of each layer."""
+    window, pattern = fields.window or None, fields.window_pattern
+    if family.windows == "all":
+        return [window] * fields.block_count
+    if family.windows != "pattern":
+        return [None] * fields.block_count
+    if isinstance(pattern, list):
+        if len(pattern) != fields.block_count:
+            raise CheckpointError(
+                f"{path}: attention.sliding_window_pattern has {len(pattern)} entries for {fields.block_count} layers; it "
+                "should have one for each"
+            )
+        return [window if has_window else None for has_window in pattern]
+    return [window if (i + 1) % (pattern or WINDOW_PATTERN) else None for i in range(fields.block_count)]
 
 
 def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:
@@ -470,6 +532,9 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         (1, _PLAIN[kind.name].itemsize) if kind.name in _PLAIN else gguf.GGML_QUANT_SIZES[kind]
     )
 
+    # Files store the gain of a norm with its offset.
+    subtracted = config.norm_offset if tensor.name.endswith("norm.weight") else None
+
     def decode(rows: np.ndarray) -> np.ndarray:
         if kind.name in _PLAIN:
             return rows.view(_PLAIN[kind.name])
@@ -488,6 +553,8 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
             end = min(begin + step, len(out))
             rows = slice(start + begin, start + end) if order is None else order[start + begin : start + end]
             decoded = decode(np.ascontiguousarray(mapped(path, np.uint8, offset, bytes_shape, rows, part)))
+            if subtracted:
+                decoded = decoded - np.float32(subtracted)
             out[begin:end] = decoded.reshape(end - begin, -1)[:, before : before + width].reshape(out[begin:end].shape)
 
     def keep(start: int, stop: int, columns: slice | None = None) -> QuantizedMatrix:

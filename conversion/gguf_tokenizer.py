@@ -197,16 +197,18 @@ def read_tokenizer(
         add_bos = fields.add_bos_token
     with tokenizer.library_errors(f"{source}: tokenizer.ggml.tokens is not a valid vocabulary"):
         phi3 = metadata.get("general.architecture") == "phi3"
+        added: dict[bool, list[AddedToken]] = {True: [], False: []}
         for token, token_type in zip(tokens, types, strict=True):
             if token in END_TEXTS:
                 token_type = _CONTROL
             if token_type not in (_UNKNOWN, _CONTROL, _USER_DEFINED):
                 continue
             strips = phi3 and (token not in _PHI3_STRIPS_NOT if kind == "llama" else token in _PHI4_STRIPS)
-            if token_type == _USER_DEFINED:
-                backend.add_tokens([AddedToken(token, normalized=False, rstrip=strips)])
-            else:
-                backend.add_special_tokens([AddedToken(token, normalized=False, special=True, rstrip=strips)])
+            is_special = token_type != _USER_DEFINED
+            added[is_special].append(AddedToken(token, normalized=False, special=is_special, rstrip=strips))
+        # All at once, as each call builds the matcher of added tokens again.
+        backend.add_special_tokens(added[True])
+        backend.add_tokens(added[False])
         if add_bos and bos is not None and bos < len(tokens):
             start = tokens[bos]
             backend.post_processor = processors.TemplateProcessing(

@@ -12,7 +12,19 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kvjax.config import Linear, Llama3, LongRope, ModelConfig, RopeConfig, RopeScaling, Yarn
+from kvjax.config import (
+    AttentionConfig,
+    LayerConfig,
+    Linear,
+    Llama3,
+    LongRope,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+    Yarn,
+)
+from kvjax.config.model import Activation, Norms
 
 from .errors import CheckpointError, listed, shortened
 from .schema import Id, Layers, Positive, Size, Strict, checked
@@ -43,10 +55,21 @@ class Family:
         default_bias: default of `attention_bias`.
         output_bias: whether `attention_bias` also adds a bias to the output projection.
         mlp_bias: whether `mlp_bias` is read.
-        qk_norm, sandwich_norms: as in `ModelConfig`.
-        windows: layers that `sliding_window` applies to: "none", "all", or "some" (`layer_types` or
-            `max_window_layers`).
+        qk_norm: as in `AttentionConfig`.
+        norms: as in `LayerConfig`.
+        norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP.
+        norm_offset: as in `ModelConfig`.
+        activation: activation of the MLPs, as in `MLPConfig`.
+        scales_embedding: whether embeddings are multiplied by the square root of hidden_size.
+        tied: default of `tie_word_embeddings`.
+        windows: layers that `sliding_window` applies to: "none", "all", "some" (`layer_types` or
+            `max_window_layers`), or "pattern" (`layer_types`, or all but each `sliding_window_pattern`-th layer).
         window: default of `sliding_window`.
+        local_theta: default of `rope_local_base_freq`, the base of the rotary embedding in layers with a window. None
+            if all layers have the same rotary embedding.
+        query_scalar: default of `query_pre_attn_scalar`, whose inverse square root is the factor on attention logits.
+            None means head_dim.
+        defaults: values of other fields that a config.json may leave out.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
         fused_qkv, fused_gate_up: whether the checkpoint stores these projections stacked in one tensor.
     """
@@ -62,9 +85,22 @@ class Family:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sandwich_norms: bool = False
+    norms: Norms = "pre"
+    norm_names: tuple[str, str, str, str] = (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
+    norm_offset: float | None = None
+    activation: Activation = "silu"
+    scales_embedding: bool = False
+    tied: bool = False
     windows: str = "none"
     window: int | None = None
+    local_theta: float | None = None
+    query_scalar: int | None = None
+    defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
     eos: tuple[int, ...] = ()
     fused_qkv: bool = False
@@ -108,15 +144,61 @@ FAMILIES: Mapping[str, Family] = {
         eos=(32000,),
     ),
     "glm": _GLM,
-    "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", sandwich_norms=True),
+    "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", norms="both"),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        num_kv_heads=4,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=True,
+        qk_norm=True,
+        norms="both",
+        norm_names=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        scales_embedding=True,
+        tied=True,
+        windows="pattern",
+        window=4096,
+        local_theta=10000.0,
+        query_scalar=256,
+        bos=2,
+        eos=(1,),
+        defaults=(
+            ("vocab_size", 262208),
+            ("hidden_size", 2304),
+            ("intermediate_size", 9216),
+            ("num_hidden_layers", 26),
+            ("num_attention_heads", 8),
+            ("max_position_embeddings", 131072),
+            ("rope_theta", 1000000.0),
+        ),
+    ),
 }
 """Supported values of `model_type`."""
+
+_TEXT_OF: Mapping[str, str] = {"gemma3": "gemma3_text"}
+"""Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes."""
+
+_ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+}
+"""Names of activations in a config.json. The first one is written."""
 
 _PHI3_ORIGINAL_MAX_POSITION = 4096
 """Default of `original_max_position_embeddings` for Phi-3."""
 
 _MAX_WINDOW_LAYERS = 28
 """Default of `max_window_layers`."""
+
+WINDOW_PATTERN = 6
+"""Default of `sliding_window_pattern`."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers. `rope_parameters` may have an object for each."""
@@ -156,6 +238,7 @@ class _Config(Strict):
 
     model_type: str
     hidden_act: str | None = None
+    hidden_activation: str | None = None
     quantization_config: dict[str, Any] | None = None
     vocab_size: Size
     hidden_size: Size
@@ -178,6 +261,12 @@ class _Config(Strict):
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None
+    sliding_window_pattern: Size | None = None
+    rope_local_base_freq: Positive | None = None
+    query_pre_attn_scalar: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    use_bidirectional_attention: bool | None = None
     bos_token_id: Ids | None = None
     eos_token_id: Ids | None = None
 
@@ -209,40 +298,32 @@ def from_hf(
         CheckpointError: architecture, activation, rope type or quantisation is not supported, or a value is missing or
             out of range.
     """
+    config = _text_config(config, source)
     family_name = config.get("model_type")
     if not isinstance(family_name, str) or family_name not in FAMILIES:
         raise CheckpointError(
             f"{source}: unknown model_type {shortened(family_name)}; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[family_name]
-    held = checked(_Config, config, source)
+    held = checked(_Config, {**dict(family.defaults), **config}, source)
     generation = checked(_Generation, generation_config or {}, Path(source).with_name("generation_config.json"))
-    _refuse_unsupported(held, source)
-    head_dim = held.head_dim or family.head_dim or held.hidden_size // held.num_attention_heads
-    bias = _or(held.attention_bias, family.default_bias)
+    _refuse_unsupported(held, family, source)
     windows = _windows(held, family, source)
     default_eos = [token for token in family.eos if token < held.vocab_size]
     default_bos = [token for token in (family.bos,) if token is not None and token < held.vocab_size]
     try:
-        return ModelConfig.uniform(
+        kinds = _kinds(held, family, windows, source)
+        return ModelConfig(
             family=family_name,
             vocab_size=held.vocab_size,
             hidden_size=held.hidden_size,
-            intermediate_size=held.intermediate_size,
-            num_layers=held.num_hidden_layers,
-            num_heads=held.num_attention_heads,
-            num_kv_heads=held.given("num_key_value_heads", family.num_kv_heads) or held.num_attention_heads,
-            head_dim=head_dim,
+            layers=tuple(kinds[window] for window in windows),
             max_position=held.max_position_embeddings,
-            rope=_rope(held, family, head_dim, windows, source),
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
-            tied=bool(held.tie_word_embeddings),
-            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-            output_bias=bias and family.output_bias,
-            mlp_bias=family.mlp_bias and bool(held.mlp_bias),
-            qk_norm=family.qk_norm,
-            sandwich_norms=family.sandwich_norms,
-            windows=windows,
+            norm_offset=family.norm_offset,
+            tied=_or(held.tie_word_embeddings, family.tied),
+            embed_scale=held.hidden_size**0.5 if family.scales_embedding else 1.0,
+            logit_cap=held.final_logit_softcapping,
             eos=tuple(_first(generation.eos_token_id, held.given("eos_token_id", default_eos), [])),
             bos=next(iter(held.given("bos_token_id", default_bos) or []), None),
         )
@@ -250,6 +331,44 @@ def from_hf(
         raise
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Fields of a model's text part, under the `model_type` of a text model. Other models are returned as they are."""
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in _TEXT_OF:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"{source}: text_config is {shortened(text)}; a {name} model needs an object there")
+    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "quantization_config") if key in config}
+    return {**shared, **text, "model_type": _TEXT_OF[name]}
+
+
+def _kinds(
+    held: _Config, family: Family, windows: tuple[int | None, ...], source: str
+) -> dict[int | None, LayerConfig]:
+    """The model's different layers, by window."""
+    head_dim = held.head_dim or family.head_dim or held.hidden_size // held.num_attention_heads
+    bias = _or(held.attention_bias, family.default_bias)
+    scalar = _first(held.query_pre_attn_scalar if family.query_scalar else None, family.query_scalar)
+    ropes = _ropes(held, family, head_dim, windows, source)
+    mlp = MLPConfig(held.intermediate_size, family.mlp_bias and bool(held.mlp_bias), family.activation)
+    found: dict[int | None, LayerConfig] = {}
+    for window in dict.fromkeys(windows):
+        mixer = AttentionConfig(
+            num_heads=held.num_attention_heads,
+            num_kv_heads=held.given("num_key_value_heads", family.num_kv_heads) or held.num_attention_heads,
+            head_dim=head_dim,
+            rope=ropes[window],
+            window=window,
+            scale=None if scalar is None else scalar**-0.5,
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=bias and family.output_bias,
+            qk_norm=family.qk_norm,
+        )
+        found[window] = LayerConfig(mixer, mlp, family.norms)
+    return found
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -267,7 +386,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.family,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS[family.activation][0],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -280,22 +399,19 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "bos_token_id": config.bos,
         "eos_token_id": config.eos[0] if len(config.eos) == 1 else list(config.eos) or None,
-        "rope_theta": config.rope.theta,
     }
     # By default, transformers pads with Phi-3's id, and rejects an id beyond the vocabulary.
     fields["pad_token_id"] = config.eos[0] if config.eos else None
-    if config.rope.dim != config.head_dim or family.partial_rotary != 1.0:
-        fields["partial_rotary_factor"] = config.rope.dim / config.head_dim
-    if config.rope.scaling is not None:
-        fields["rope_scaling"] = _scaling_to_hf(config)
-    if isinstance(config.rope.scaling, LongRope):
-        fields["original_max_position_embeddings"] = config.rope.scaling.original_max_position
-    elif config.family == "phi3":
-        fields["original_max_position_embeddings"] = config.max_position
+    fields |= _ropes_to_hf(config, family)
     if family.qkv_bias is None:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:
         fields["mlp_bias"] = config.mlp_bias
+    if family.activation != "silu":
+        fields["hidden_activation"] = fields.pop("hidden_act")
+    if family.query_scalar is not None:
+        fields["query_pre_attn_scalar"] = _whole(config.layers[0].mixer.logit_scale ** -2)
+        fields["final_logit_softcapping"] = config.logit_cap
     fields |= _windows_to_hf(config, family)
     if (read := from_hf(fields)) != config:
         raise CheckpointError(f"a {config.family} config.json cannot express {', '.join(_differing(config, read))}")
@@ -318,9 +434,17 @@ def _differing(config: Any, read: Any) -> list[str]:
     return found
 
 
-def _refuse_unsupported(config: _Config, source: str) -> None:
-    if _or(config.hidden_act, "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"{source}: hidden_act is {config.hidden_act!r}; supported are silu and swish")
+def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
+    allowed = _ACTIVATIONS[family.activation]
+    for name in ("hidden_act", "hidden_activation"):
+        if _or(getattr(config, name), allowed[0]) not in allowed:
+            raise CheckpointError(
+                f"{source}: {name} is {getattr(config, name)!r}; supported are {' and '.join(allowed)}"
+            )
+    if config.attn_logit_softcapping is not None:
+        raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
+    if config.use_bidirectional_attention:
+        raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
     if config.quantization_config:
         method = config.quantization_config.get("quant_method", "an unnamed method")
         if method in (OWN_METHOD, *PACKED):
@@ -331,26 +455,35 @@ def _refuse_unsupported(config: _Config, source: str) -> None:
         )
 
 
-def _rope(config: _Config, family: Family, head_dim: int, windows: tuple[int | None, ...], source: str) -> RopeConfig:
-    """Read the rotary embedding, which all layers share."""
-    kinds = {_LAYER_TYPES[window is not None] for window in windows}
-    found = {_rope_of(kind, config, family, head_dim, source) for kind in sorted(kinds)}
-    if len(found) > 1:
+def _ropes(
+    config: _Config, family: Family, head_dim: int, windows: tuple[int | None, ...], source: str
+) -> dict[int | None, RopeConfig]:
+    """Read the rotary embedding of layers with each window."""
+    found = {
+        window: _rope_of(_LAYER_TYPES[window is not None], config, family, head_dim, source)
+        for window in sorted(set(windows), key=lambda window: window is not None)
+    }
+    if len(set(found.values())) > 1 and family.local_theta is None:
         raise CheckpointError(
-            f"{source}: rope_parameters of full_attention and sliding_attention differ; one rotary embedding for all layers is supported"
+            f"{source}: rope_parameters of full_attention and sliding_attention differ; a {config.model_type} model has one "
+            "rotary embedding for all layers"
         )
-    return found.pop()
+    return found
 
 
 def _rope_of(kind: str, config: _Config, family: Family, head_dim: int, source: str) -> RopeConfig:
     """Read the rotary embedding of one kind of layers."""
     # `rope_scaling` takes precedence over `rope_parameters`, but the base may be in either or at the top level.
     beside = _rope_fields("rope_parameters", kind, config, source) or _Rope()
-    rope = _rope_fields("rope_scaling", kind, config, source) or beside
+    theta = config.rope_theta
+    if family.local_theta is not None and kind == "sliding_attention":  # `rope_scaling` is for full attention only
+        rope, theta = beside, _or(config.rope_local_base_freq, family.local_theta)
+    else:
+        rope = _rope_fields("rope_scaling", kind, config, source) or beside
     share = _first(rope.partial_rotary_factor, config.partial_rotary_factor, family.partial_rotary)
     dim = int(head_dim * share)
     return RopeConfig(
-        theta=float(_first(rope.rope_theta, beside.rope_theta, config.rope_theta, 10000.0)),
+        theta=float(_first(rope.rope_theta, beside.rope_theta, theta, 10000.0)),
         dim=dim,
         interleaved=family.interleaved,
         scaling=_scaling(rope, config, source),
@@ -436,8 +569,36 @@ def _yarn_attention_factor(rope: _Rope, factor: float) -> float | None:
     return (0.1 * rope.mscale * math.log(factor) + 1.0) / (0.1 * rope.mscale_all_dim * math.log(factor) + 1.0)
 
 
-def _scaling_to_hf(config: ModelConfig) -> dict[str, Any]:
-    match config.rope.scaling:
+def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Fields of the rotary embeddings. That of layers with a window is written apart if the family has one of its own."""
+    kinds = {layer.mixer.window is not None: layer.mixer for layer in reversed(config.kinds)}
+    mixer = kinds.get(False, config.layers[0].mixer)
+    rope, fields = mixer.rope, dict[str, Any]()
+    if family.local_theta is None:
+        fields["rope_theta"] = rope.theta
+    else:
+        fields["rope_theta"] = rope.theta if False in kinds else dict(family.defaults)["rope_theta"]
+        fields["rope_local_base_freq"] = kinds[True].rope.theta if True in kinds else family.local_theta
+        if False not in kinds:
+            return fields
+    if rope.dim != mixer.head_dim or family.partial_rotary != 1.0:
+        fields["partial_rotary_factor"] = rope.dim / mixer.head_dim
+    if rope.scaling is not None:
+        fields["rope_scaling"] = _scaling_to_hf(config, rope)
+    if isinstance(rope.scaling, LongRope):
+        fields["original_max_position_embeddings"] = rope.scaling.original_max_position
+    elif config.family == "phi3":
+        fields["original_max_position_embeddings"] = config.max_position
+    return fields
+
+
+def _whole(number: float) -> int | float:
+    """A number that is whole but for rounding as an int."""
+    return round(number) if abs(number - round(number)) < 1e-6 * number else number
+
+
+def _scaling_to_hf(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    match rope.scaling:
         case Linear(factor):
             return {"rope_type": "linear", "factor": factor}
         case Llama3(factor, low, high, original):
@@ -478,9 +639,12 @@ def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, 
         return (None,) * num_layers
     if family.windows == "all":
         return (window,) * num_layers
-    if not config.use_sliding_window:
+    if family.windows == "some" and not config.use_sliding_window:
         return (None,) * num_layers
     kinds = config.layer_types
+    if kinds is None and family.windows == "pattern":
+        every = _or(config.sliding_window_pattern, WINDOW_PATTERN)
+        return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
     if kinds is None:
         first = _or(config.max_window_layers, _MAX_WINDOW_LAYERS)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -499,11 +663,14 @@ def _windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         return {}
     if family.windows == "all":
         return {"sliding_window": window}
+    kinds = [_LAYER_TYPES[w is not None] for w in config.windows]
+    if family.windows == "pattern":
+        return {"sliding_window": window or family.window, "layer_types": kinds}
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in config.windows],
+        "layer_types": kinds,
     }
 
 

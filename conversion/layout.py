@@ -31,7 +31,7 @@ def hf_layout(config: ModelConfig) -> Layout:
 def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
     """Layout of one layer, without the prefixes of its number."""
     block: dict[str, tuple[str, ...]] = {
-        "input_layernorm.weight": ("attn_norm",),
+        f"{family.norm_names[0]}.weight": ("attn_norm",),
         "self_attn.o_proj.weight": ("attn.o",),
         "mlp.down_proj.weight": ("mlp.down",),
     }
@@ -46,9 +46,9 @@ def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
     if kind.mixer.qk_norm:
         block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
     if kind.norms == "both":
-        block["post_self_attn_layernorm.weight"] = ("attn_post_norm",)
-        block["post_mlp_layernorm.weight"] = ("mlp_post_norm",)
-    block["post_attention_layernorm.weight"] = ("mlp_norm",)
+        block[f"{family.norm_names[1]}.weight"] = ("attn_post_norm",)
+        block[f"{family.norm_names[3]}.weight"] = ("mlp_post_norm",)
+    block[f"{family.norm_names[2]}.weight"] = ("mlp_norm",)
     if family.fused_gate_up:
         block["mlp.gate_up_proj.weight"] = ("mlp.gate", "mlp.up")
     else:

@@ -22,15 +22,36 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _PREFIX = "model."
 
+_TEXT = "language_model.", "model.language_model."
+
+_VISION = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+
 _COMPARED = 1 << 20
 """Numbers compared at a time."""
 
 
 def prefixed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Rename tensors to the names of a causal model. Tensors of a base model get the missing prefix."""
+    """Rename tensors to the names of a causal model.
+
+    Tensors of a base model get the missing prefix. Of a model with a vision tower, the text model's tensors are kept.
+    """
+    if any(name.startswith(_TEXT) for name in tensors):
+        tensors = {_text_name(name): tensor for name, tensor in tensors.items() if not name.startswith(_VISION)}
     if any(name.startswith(_PREFIX) for name in tensors):
         return dict(tensors)
     return {name if name.startswith("lm_head.") else _PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def _text_name(name: str) -> str:
+    """Name of a tensor of the text model alone: ``language_model.model.X`` and ``model.language_model.X`` are ``model.X``."""
+    for prefix, ours in (
+        ("language_model.model.", _PREFIX),
+        ("model.language_model.", _PREFIX),
+        ("language_model.", ""),
+    ):
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def with_head(

@@ -16,7 +16,8 @@ from .layer import Layer, biased
 def heads_of(layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
     """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`."""
     p = layer.params.attn
-    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=layer.norm(layer.params.attn_norm)))
+    x, norm = layer.inputs(x, layer.params.attn_norm)
+    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm))
 
 
 def split_heads(layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:
@@ -28,7 +29,8 @@ def split_heads(layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, 
 def queries_ahead(previous: Layer, layer: Layer, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
     p = layer.params.attn
-    (q,) = projection(x, p.q, norm=previous.norm(previous.params.attn_norm))
+    x, norm = previous.inputs(x, previous.params.attn_norm)
+    (q,) = projection(x, p.q, norm=norm)
     return _heads(layer, q, p.q_bias, p.q_norm)
 
 

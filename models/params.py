@@ -245,7 +245,7 @@ def init(
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)
     keys = jax.random.split(key, len(paths))
     return jax.tree_util.tree_unflatten(
-        treedef, [initial(name_of(path), leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
+        treedef, [initial(name_of(path), leaf, k, gain_of(config)) for (path, leaf), k in zip(paths, keys, strict=True)]
     )
 
 
@@ -282,14 +282,22 @@ def _struct(*shape: int, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def initial(name: str, leaf: Any, key: PRNGKeyArray) -> Any:
-    """Random parameter of the shape of `leaf`, see `init`. Only names that are ``embed`` or end with ``bias`` matter."""
+def gain_of(config: ModelConfig) -> float:
+    """Stored gain of a norm that multiplies by one."""
+    return 1.0 - (config.norm_offset or 0.0)
+
+
+def initial(name: str, leaf: Any, key: PRNGKeyArray, gain: float = 1.0) -> Any:
+    """Random parameter of the shape of `leaf`, see `init`. Only names that are ``embed`` or end with ``bias`` matter.
+
+    Vectors other than biases are `gain`.
+    """
     if len(leaf.shape) == 2:
         deviation = 1.0 if name == "embed" else leaf.shape[1] ** -0.5
         if is_quantized(leaf):
             return _uniform(key, deviation, leaf)
         return _normal(key, deviation, leaf.shape, leaf.dtype)
-    return jnp.full(leaf.shape, 0.0 if name.endswith("bias") else 1.0, leaf.dtype)
+    return jnp.full(leaf.shape, 0.0 if name.endswith("bias") else gain, leaf.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -28,7 +28,7 @@ from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import is_quantized
 
-from .params import Params, abstract, init, initial, name_of, tree_map_named
+from .params import Params, abstract, gain_of, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"
 """Axes of a user's mesh: the batch; KV heads, matrices and the vocabulary; cache slots, and also matrices and the vocabulary."""
@@ -284,12 +284,12 @@ def _making(shard: Shard, config: ModelConfig, dtype: Any, weights: str, embeddi
     programs: list[Any] = []
     for path, leaf in paths:
         arrays, structure = jax.tree.flatten(leaf)
-        programs.append(_made(shard, name_of(path).rpartition(".")[2], structure, tuple(arrays)))
+        programs.append(_made(shard, name_of(path).rpartition(".")[2], structure, tuple(arrays), gain_of(config)))
     return programs, tree
 
 
 @lru_cache(maxsize=256)
-def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeStruct, ...], gain: float) -> Any:
     whole = structure.unflatten(arrays)
     places = place(shard, name, whole)
 
@@ -297,7 +297,7 @@ def _made(shard: Shard, name: str, structure: Any, arrays: tuple[jax.ShapeDtypeS
         def padded(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.pad(x, [(0, more - size) for size, more in zip(x.shape, to.shape, strict=True)])
 
-        return jax.tree.map(padded, initial(name, whole, key), places)
+        return jax.tree.map(padded, initial(name, whole, key, gain), places)
 
     return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, places))
 

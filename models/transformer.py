@@ -38,7 +38,7 @@ from kvjax.policies.checks import calling, expect_same_state, expect_shape
 from kvjax.policies.layer import CacheLayer, Carry
 
 from .attention import causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
-from .layer import Layer, biased, layers_of
+from .layer import Layer, biased, fused_norm, layers_of, norm_of
 from .mlp import hidden_units
 from .params import Params
 
@@ -261,12 +261,18 @@ def read_block(
 
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     if shard.model == 1:
-        return lookup(params.embed, tokens, params.dtype)
+        return _scaled(params, lookup(params.embed, tokens, params.dtype))
     own = params.embed.shape[0]  # the vocabulary is sharded in order
     row = tokens - shard.model_index() * own
     mine = (row >= 0) & (row < own)
     vectors = lookup(params.embed, jnp.where(mine, row, 0), params.dtype)
-    return shard.sum_over_model(jnp.where(mine[..., None], vectors, jnp.zeros((), vectors.dtype)))
+    return _scaled(params, shard.sum_over_model(jnp.where(mine[..., None], vectors, jnp.zeros((), vectors.dtype))))
+
+
+def _scaled(params: Params, x: Array) -> Array:
+    """Embeddings times the model's factor, which is rounded to their type first."""
+    scale = params.config.embed_scale
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
 def _block(layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE) -> Float[Array, "... D"]:
@@ -297,10 +303,12 @@ def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
     between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
-    if shard.model > 1 or any(a is not None for a in between):
+    first, second = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)
+    if shard.model > 1 or layer.config.mlp.activation != "silu" or any(a is not None for a in between):
         return None
-    norms = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)
-    weights = BlockWeights(p.o, norms[0], mlp.gate, mlp.up, mlp.down, norms[1], after.q, after.k, after.v)
+    if not isinstance(first, Norm) or not isinstance(second, Norm):
+        return None
+    weights = BlockWeights(p.o, first, mlp.gate, mlp.up, mlp.down, second, after.q, after.k, after.v)
 
     def fused(x: Array, out: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         moved = fused_decode_block(out, x, weights)
@@ -338,6 +346,8 @@ def _joined(layer: Layer, x: Array, h: Array, w: Matrix, bias: Array | None, nor
 
 
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
-    head = params.embed if params.head is None else params.head
-    (logits,) = projection(x, head, norm=Norm(params.norm, params.config.norm_eps), dtype=jnp.float32)
-    return shard.gather_over_model(logits)[..., : params.config.vocab_size]  # drops the padding of a sharded vocabulary
+    c, head = params.config, params.embed if params.head is None else params.head
+    x, norm = fused_norm(x, norm_of(params.norm, c.norm_eps, c.norm_offset))
+    (logits,) = projection(x, head, norm=norm, dtype=jnp.float32)
+    logits = shard.gather_over_model(logits)[..., : c.vocab_size]  # drops the padding of a sharded vocabulary
+    return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kvjax.conversion import CheckpointError, from_hf
 from kvjax.conversion.checkpoint import Checkpoint, expected_shapes
-from kvjax.conversion.gguf_file import gguf_layout
+from kvjax.conversion.gguf_file import FAMILY_OF, gguf_layout
 from kvjax.conversion.layout import hf_layout
 from kvjax.conversion.loading import open_checkpoint
 from kvjax.models import ModelConfig
@@ -118,7 +118,7 @@ def write_gguf(
         seed: of the weights.
     """
     family = config.family
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, next(name for name, other in FAMILY_OF.items() if other == family))
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
@@ -126,8 +126,9 @@ def write_gguf(
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rope.dim)
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_dimension_count(config.layers[0].mixer.rope.dim)
+    full = config.layers[config.compressed[0]].mixer
+    writer.add_rope_freq_base(full.rope.theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     for key, value in (metadata or {}).items():
         _add(writer, key, value)
@@ -140,14 +141,19 @@ def write_gguf(
             heads = config.num_heads if held[0].split(".")[-1].startswith("q") else config.num_kv_heads
             stored_value = interleave(value, heads)
         else:
-            stored_value = value
+            stored_value = value + np.float32(config.norm_offset or 0.0) if stored.endswith("norm.weight") else value
         qtype = gguf.GGMLQuantizationType[kind if value.ndim == 2 else "F32"]
         if qtype.name in _HALVES:
             data = _random_blocks(rng, qtype, stored_value.shape)
         else:
             data = gguf.quants.quantize(stored_value, qtype)
         rounded = gguf.quants.dequantize(data, qtype).reshape(value.shape)
-        values[name] = rounded if stored_value is value else deinterleave(rounded, heads)
+        if stored_value is value:
+            values[name] = rounded
+        elif stored.endswith("norm.weight"):
+            values[name] = rounded - np.float32(config.norm_offset or 0.0)
+        else:
+            values[name] = deinterleave(rounded, heads)
         writer.add_tensor(stored, data, raw_dtype=qtype)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)

@@ -107,6 +107,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
+    # The attention scale is not that of the head dim, and layers with a window have a rotary embedding of their own.
+    "gemma-3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+            },
+        },
+    ),
+    "gemma-3-capped": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 16,
+            "final_logit_softcapping": 1.5,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
     "glm-4-0414": ("glm4", {"attention_bias": False, "eos_token_id": [2], "head_dim": 16, **_plain(1e4)}),
 }
 
@@ -145,7 +170,8 @@ def transformers_model(name: str, seed: int = 0) -> Any:
         elif path.endswith("bias"):
             weight.data = 0.3 * noise
         else:
-            weight.data = 1 + 0.2 * noise
+            # The norms of Gemma add one to their weights.
+            weight.data = (0.0 if model_type == "gemma3_text" else 1.0) + 0.2 * noise
     return model.eval()
 
 

@@ -17,6 +17,9 @@ _MOST_TOKENS = 2**31 - 1
 Norms = Literal["pre", "both"]
 """Where a layer has RMS norms: before attention and MLP, or both before and after each."""
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
@@ -76,10 +79,12 @@ class MLPConfig:
     Attributes:
         width: F, hidden units.
         bias: whether its three projections have a bias.
+        activation: activation of the gate.
     """
 
     width: int
     bias: bool = False
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         _at_least_one(self, "width")
@@ -114,7 +119,11 @@ class ModelConfig:
         layers: one configuration per layer.
         max_position: window in tokens, as in the checkpoint. `context_length` includes linear and YaRN scaling.
         norm_eps: epsilon of every RMS norm.
+        norm_offset: number added to the gain of every RMS norm. The product with the gain is then computed in float32.
+            None adds nothing, and rounds the normalised value before the product.
         tied: whether the output head shares the embedding.
+        embed_scale: factor on embeddings.
+        logit_cap: c of logits c · tanh(logits / c); None for plain logits.
         eos: token ids that end a sequence.
         bos: token id that starts a sequence, if the family uses one.
 
@@ -128,7 +137,10 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     max_position: int
     norm_eps: float = 1e-5
+    norm_offset: float | None = None
     tied: bool = False
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
 
@@ -138,6 +150,10 @@ class ModelConfig:
             raise ValueError(f"num_layers={len(self.layers)} must be at least 1 and at most {MAX_LAYERS}")
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps={self.norm_eps} must lie between 0 and 1")
+        if not 0 < self.embed_scale < 1e6 or not 0 < (1.0 if self.logit_cap is None else self.logit_cap) < 1e6:
+            raise ValueError(
+                f"embed_scale={self.embed_scale} and logit_cap={self.logit_cap} must lie between 0 and 1e6"
+            )
         for name, tokens in (("eos", self.eos), ("bos", () if self.bos is None else (self.bos,))):
             for token in tokens:
                 if not 0 <= token < self.vocab_size:

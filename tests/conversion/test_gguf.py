@@ -20,6 +20,15 @@ from kvjax.models import ModelConfig, Params
 # Rows of 256 numbers, the block of K-quants.
 WIDE = HF_CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 40}
 
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_local_base_freq": 5000.0,
+    "final_logit_softcapping": 30.0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased": {"attention_bias": True},
@@ -28,7 +37,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "phi3": {"model_type": "phi3", "sliding_window": 20},
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
+    "gemma3": GEMMA3,
+    "gemma3-every": {key: value for key, value in GEMMA3.items() if key != "layer_types"}
+    | {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
 }
+METADATA: dict[str, dict[str, Any]] = {
+    "phi3": {"phi3.attention.sliding_window": 20},
+    "gemma3": {
+        "gemma3.attention.sliding_window": 16,
+        "gemma3.attention.sliding_window_pattern": [True, False],
+        "gemma3.rope.freq_base_swa": 5000.0,
+        "gemma3.final_logit_softcapping": 30.0,
+    },
+    "gemma3-every": {
+        "gemma3.attention.sliding_window": 16,
+        "gemma3.rope.freq_base_swa": 5000.0,
+        "gemma3.final_logit_softcapping": 30.0,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+    },
+}
+"""Beyond what `write_gguf` writes of every model."""
 
 
 def without_tokens(config: ModelConfig) -> ModelConfig:
@@ -44,9 +73,25 @@ def assert_equal(ours: Params, theirs: Params) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(tmp_path: Path, name: str) -> None:
     config = without_tokens(from_hf(HF_CONFIG | FAMILIES[name]))
-    metadata = {"phi3.attention.sliding_window": 20} if name == "phi3" else {}
-    values = write_gguf(tmp_path / "m.gguf", config, metadata=metadata)
+    values = write_gguf(tmp_path / "m.gguf", config, metadata=METADATA.get(name))
     assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
+
+
+def test_gemma_3_without_its_optional_fields(tmp_path: Path) -> None:
+    """Files of the first converters store neither pattern nor local base. That of 62 layers has another scale."""
+    fields = {key: value for key, value in (HF_CONFIG | GEMMA3).items() if key not in ("layer_types", "sliding_window")}
+    for layers, scalar in ((6, 8), (62, 32 / 4)):
+        config = without_tokens(from_hf(fields | {"num_hidden_layers": layers, "head_dim": 8 if layers == 6 else 16}))
+        write_gguf(tmp_path / "m.gguf", config, metadata={"gemma3.attention.sliding_window": 512})
+        found = open_gguf(tmp_path / "m.gguf").config
+        assert found.windows == tuple(None if i % 6 == 5 else 512 for i in range(layers))
+        local, full = found.kinds
+        assert (local.mixer.rope.theta, full.mixer.rope.theta) == (10000.0, 10000.0)
+        assert local.mixer.logit_scale == full.mixer.logit_scale == scalar**-0.5
+    config = dataclasses.replace(config, layers=config.layers[:2])
+    write_gguf(tmp_path / "m.gguf", config, metadata={"gemma3.attention.sliding_window_pattern": [True]})
+    with pytest.raises(CheckpointError, match="sliding_window_pattern has 1 entries for 2 layers"):
+        open_gguf(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
 GLM = {"model_type": "glm", "head_dim": 8, "eos_token_id": [1, 2]}
 
+GEMMA3 = {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16, "rope_theta": 1e6}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
@@ -45,6 +47,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
+    "gemma3": GEMMA3,
+    "gemma3-4b": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "attention_bias": True},
+    "gemma3-27b": GEMMA3 | {"query_pre_attn_scalar": 10, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+    "gemma3-windows": GEMMA3 | {"layer_types": ["sliding_attention"] * 2, "tie_word_embeddings": False},
+    "gemma3-full": GEMMA3 | {"layer_types": ["full_attention"] * 2},
 }
 
 
@@ -65,7 +72,9 @@ def test_transformers_reads_what_is_written(name: str) -> None:
     assert from_hf(theirs.to_dict()) == config
 
 
-@pytest.mark.parametrize("name", [name for name, fields in VARIANTS.items() if "rope_scaling" in fields])
+@pytest.mark.parametrize(
+    "name", [name for name, fields in VARIANTS.items() if "rope_scaling" in fields and "gemma" not in name]
+)
 def test_both_spellings_of_rope_agree(name: str) -> None:
     old = HF_CONFIG | VARIANTS[name]
     scaling = dict(old["rope_scaling"] or {"type": "default"})
@@ -223,8 +232,12 @@ def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: d
     assert config.bos == theirs.bos_token_id
     eos = theirs.eos_token_id
     assert config.eos == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
-    rope = theirs.rope_parameters
-    assert (config.rope.theta, config.rope.dim) == (rope["rope_theta"], 128 * rope.get("partial_rotary_factor", 1.0))
+    for layer in config.kinds:
+        mixer = layer.mixer
+        kind = "full_attention" if mixer.window is None else "sliding_attention"
+        rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        share = rope.get("partial_rotary_factor", 1.0)
+        assert (mixer.rope.theta, mixer.rope.dim) == (rope["rope_theta"], mixer.head_dim * share)
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
     assert config.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -260,7 +273,7 @@ def test_rope_of_each_kind_of_layers(key: str) -> None:
     same = dict.fromkeys(both, FULL)
     assert from_hf(without | WINDOWS | {key: same}).rope.theta == 1e6
     for nested, message in (
-        (both, r"rope_parameters of full_attention and sliding_attention differ"),
+        (both, r"rope_parameters of full_attention and sliding_attention differ; a qwen2 model has one"),
         ({"full_attention": FULL}, rf"{key} has no object for sliding_attention, but the model has such layers"),
         ({"main": FULL}, rf"{key} has objects under main; it should have the parameters of all layers, or one object"),
         ({"default": FULL, "full_attention": FULL}, rf"{key} has objects under default, full_attention"),
@@ -270,6 +283,54 @@ def test_rope_of_each_kind_of_layers(key: str) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             from_hf(without | WINDOWS | {key: nested})
+
+
+def test_gemma_3_is_read_as_published() -> None:
+    """The 270M model's config.json has no field for what transformers defaults to; each layer knows what it is."""
+    config = from_hf({"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18, "sliding_window": 512})
+    assert config.windows == (*[512] * 5, None) * 3
+    local, full = config.kinds
+    assert (local.mixer.rope.theta, full.mixer.rope.theta) == (1e4, 1e6)
+    assert (local.mixer.num_heads, local.mixer.num_kv_heads, local.mixer.head_dim) == (8, 4, 256)
+    assert (local.mixer.scale, local.mixer.qk_norm, local.norms, local.mlp.activation) == (
+        None,
+        True,
+        "both",
+        "gelu_tanh",
+    )
+    assert (config.norm_offset, config.tied, config.embed_scale) == (1.0, True, 640**0.5)
+    assert (config.vocab_size, config.context_length, config.eos, config.bos) == (262208, 131072, (1,), 2)
+
+
+def test_gemma_3_27b_has_a_scale_of_its_own() -> None:
+    fields = {"model_type": "gemma3_text", "head_dim": 128, "query_pre_attn_scalar": 168}
+    config = from_hf(fields | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    local, full = config.kinds
+    assert local.mixer.logit_scale == full.mixer.logit_scale == 168**-0.5
+    assert (local.mixer.rope.scaling, full.mixer.rope.scaling) == (None, Linear(8.0))
+    assert config.context_length == 131072, "max_position counts the scaling already, which layers with windows lack"
+
+
+def test_the_text_part_of_a_multimodal_model() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 6}
+    whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {"hidden_size": 5}}
+    assert from_hf(whole) == dataclasses.replace(from_hf(text), eos=(1, 106))
+    with pytest.raises(CheckpointError, match="text_config is None; a gemma3 model needs an object there"):
+        from_hf({"model_type": "gemma3"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; supported are gelu_pytorch_tanh"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types needs 26 entries"),
+    ],
+)
+def test_what_gemma_3_cannot_have(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        from_hf({"model_type": "gemma3_text"} | change)
 
 
 def test_floats_for_lengths() -> None:

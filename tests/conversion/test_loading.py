@@ -434,3 +434,22 @@ def test_parameters_stand_on_no_one_elses_memory(tmp_path: Path) -> None:
             stream.seek(8 + length + pad)
             stream.write(bytes(len(content) - 8 - length))
         assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_the_text_model_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, old: bool) -> None:
+    """Both spellings of its tensors' names; the vision tower is not read."""
+    text = HF_CONFIG | {"model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8}
+    held = weights(from_hf(text))
+    prefix = "language_model.model." if old else "model.language_model."
+    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in held.items()}
+    tower = "" if old else "model."
+    more = {
+        f"{tower}{name}.weight": np.zeros((2, 3), np.float32) for name in ("vision_tower.a", "multi_modal_projector.b")
+    }
+    fields = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    write_hf(tmp_path / "whole", fields, tensors | more)
+    write_hf(tmp_path / "text", text, held)
+    whole, alone = load(tmp_path / "whole"), load(tmp_path / "text")
+    assert whole.config == alone.config
+    jax.tree.map(np.testing.assert_array_equal, whole, alone)
