@@ -64,7 +64,7 @@ def refused(source: Path, *parts: str) -> None:
         assert part in message, message
 
 
-def changed(fields: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def changed(fields: Any, key: str, value: Any) -> Any:
     """Fields with another value under a key; a dot leads into an object or the first of a list, an exclamation mark is a dot."""
     first, _, rest = key.partition(".")
     first = first.replace("!", ".")
