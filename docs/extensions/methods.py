@@ -234,7 +234,7 @@ def _limits(name: str, own: str) -> list[str]:
     title = page(name)[1]
     text = (DOCS / "limits.md").read_text(encoding="utf-8")
     found = [
-        item.strip()
+        item.partition("\n\n")[0].strip()  # without the heading of the next section
         for item in re.split(r"\n(?=- )", text)
         if re.search(rf"\b{re.escape(title)}\b", item.split(". ")[0])
     ]
