@@ -32,7 +32,7 @@ from reproduction import models
 from reproduction.analyses.continuation import continuation
 from reproduction.equal_bytes.batches import Roomy, answered
 from reproduction.equal_bytes.suite import Data, Suite, make_suites
-from reproduction.intervals import standard_error
+from reproduction.intervals import mean_interval
 
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt"
 """A needle in a text, one among others that look like it, four at once, and a chain that has to be followed."""
@@ -172,12 +172,12 @@ def merge(parts: Sequence[Path], out: Path) -> None:
     print(tables(list(rows.values())))
 
 
-def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0) -> str:
+def tables(rows: Sequence[dict[str, Any]], size: int = 2048) -> str:
     """Question-agnostic and question-aware scores and perplexity, one row per policy, one column per block size, and the policies that lose.
 
     Args:
+        rows: of a result file.
         size: block size that is compared with whole prompts.
-        points: losses up to this many percentage points are not listed.
     """
     measured = {(row["policy"], row["block"]): row for row in rows}
     sizes = sorted({block for _, block in measured})
@@ -191,15 +191,17 @@ def tables(rows: Sequence[dict[str, Any]], size: int = 2048, points: float = 2.0
         if {(policy, 0), (policy, size)} <= set(measured):
             for sight in ("unseen", "seen"):
                 whole, blocks = (np.ravel(list(measured[policy, block][sight].values())) for block in (0, size))
-                lost = 100 * (whole - blocks)
-                if lost.mean() > points:
-                    losses.append(f"`{policy}`, {sight} ({lost.mean():.0f} ± {standard_error(lost):.0f})")
-    told = "; ".join(losses) if losses else "none"
-    return (
-        report.table(heads, lines)
-        + f"\n\nBlocks of {size} lose more than {points:g} points to the whole prompt (mean of the paired differences ± its standard "
-        f"error) with: {told}."
-    )
+                mean, half = mean_interval(100 * (whole - blocks))
+                if mean > half:
+                    question = "question-agnostic" if sight == "unseen" else "question-aware"
+                    losses.append([f"`{policy}`", question, f"{mean:.0f} ± {half:.0f}"])
+    told = f"With blocks of {size}, no policy finds significantly less than with the whole prompt."
+    if losses:
+        told = (
+            f"With blocks of {size}, these policies find significantly less than with the whole prompt. The loss is the mean "
+            "of paired differences with its 95 % interval (t-test):\n\n"
+        ) + report.table(["policy", "question", "loss, points"], losses, "llr")
+    return f"{report.table(heads, lines)}\n\n{told}"
 
 
 def cells(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -28,9 +28,18 @@ def test_tables():
         "| `full` | 100, 100, 7.00 |  |",
         "| `treekv` | 75, 100, 8.00 | 25, 100, 9.00 |",
     ]
-    lost = np.asarray([100.0, 0.0, 0.0, 100.0])
-    assert told.endswith(f"with: `treekv`, unseen ({lost.mean():.0f} ± {lost.std(ddof=1) / 2:.0f}).")
-    assert block_sizes.tables(ROWS, points=60.0).endswith("with: none.")
+    # A loss of 50 ± 92 points is not significant.
+    assert told.endswith("no policy finds significantly less than with the whole prompt.")
+
+
+def test_significant_losses_are_listed():
+    """Of eight prompts, seven find less: 88 ± 30 points by Student's t with 7 degrees of freedom."""
+    found = np.ones(8), np.asarray([0.0] * 7 + [1.0])
+    rows = [row("treekv", block, list(some), [1.0] * 8, 1.0) for block, some in zip((0, 2048), found, strict=True)]
+    lost = 100 * (found[0] - found[1])
+    half = 2.3646 * lost.std(ddof=1) / math.sqrt(8)
+    told = block_sizes.tables(rows)
+    assert told.endswith(f"| `treekv` | question-agnostic | {lost.mean():.0f} ± {half:.0f} |")
 
 
 def test_merging(tmp_path, capsys):
