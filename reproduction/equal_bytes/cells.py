@@ -167,7 +167,7 @@ def fit(
         held = row_bytes(suite, params, fitted, seen)
     except PolicyError as error:
         return None, 0, str(error)
-    why = "" if held <= ABOVE * target else f"holds {100 * held / full:.1f} % of the full cache's bytes at the least"
+    why = "" if held <= ABOVE * target else f"needs at least {100 * held / full:.1f} % of the full cache's bytes"
     return fitted, held, why
 
 

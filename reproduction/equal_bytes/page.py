@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks import report
 from kvjax import plots
 from kvjax.evals.report import write as write_file
+from kvjax.policies import policies
 from reproduction import models
 from reproduction.intervals import means_interval
 from reproduction.sections import DOCS
@@ -26,21 +27,19 @@ Column = tuple[float, bool]
 INTRODUCTION = """\
 # Leaderboard
 
-Every policy at the same *bytes held*. A budget means different things to different methods: of the prompt or of everything, slots
-or bits, in all heads or in some. So each policy gets the largest budget, as a fraction of each row's own tokens, at which rows hold no
-more than a share of the bytes that they themselves would hold in full: on device and host together, and all rows of a suite together.
-Room for a suite's longest question and answer is included, once; other settings are as they are by default. (Slots are rounded, so
-up to 2 % more counts as equal.)
+This page compares policies at equal bytes, because the same budget means different things to different methods. Each policy gets the largest
+fractional budget at which its caches take no more than a share of the full cache's bytes, on device and host together, for all prompts
+of a suite. Room for the suite's longest question and answer is included. Slots are rounded, so up to 2 % more counts as equal.
+All other hyperparameters have their defaults.
 
-*Unseen*: the prompt is compressed before its question is known, as a prompt must be that many questions are asked of.{seen}
+*Question-agnostic*: the prompt is compressed before the question is known, as for many questions about one context.{seen}
 
-Cells are means in percent and their standard errors, over tasks of the means over samples. All policies answer the same prompts.
-**Bold** are those that no other of the column is clearly above, where there is headroom: the 95 % interval of the paired difference
-(Student's t) reaches zero. Of many comparisons of equals one in forty does not by chance.
+Cells are means over tasks in percent, with standard errors. All policies answer the same prompts. **Bold**: not significantly worse than
+the best of the column (paired t-test, 95 %), if the column has headroom. With this many comparisons, expect about 1 in 40 false positives.
 """
 
-SEEN = """ *Seen*: the
-question is part of the prompt, for some policies that score tokens by queries; most of the methods' papers measure so."""
+SEEN = """ *Question-aware*: the
+question is part of the prompt. This is measured for policies that score tokens by queries, as most of their papers do."""
 """What the introduction has besides, where a table has such a column."""
 
 
@@ -63,12 +62,12 @@ def render(content: Mapping[str, Any], file: str) -> str:
         f"Measured with {models.title(settings)} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
         f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
         "```bash\n" + command(settings, rows) + "\n```\n",
-        f"Results are in `reproduction/results/{file}`, a score for each sample. `--export` writes those of RULER as kvpress'\n"
-        "evaluation does, whose public leaderboard is the best known.\n",
-        f"![Mean score over bytes held, a line for each policy]({PICTURE})\n",
+        f"`reproduction/results/{file}` has the score of each sample. `--export` writes RULER's results in the format of kvpress'\n"
+        "evaluation.\n",
+        f"![Mean score over bytes of the cache, one line per policy]({PICTURE})\n",
     ]
     if counts[-1] < FEW:
-        parts.insert(1, "So far this is a small run that shows the form of the page; it says nothing of the methods.\n")
+        parts.insert(1, "This is a small run that shows the form of the page. It does not compare the methods.\n")
     for suite in dict.fromkeys(row["suite"] for row in rows):
         mine = [row for row in rows if row["suite"] == suite]
         parts += suite_parts(suite, mine)
@@ -79,7 +78,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
     """The command that measured. Run it again until it prints that it is done."""
     suites = dict.fromkeys("-".join(name.split("-")[:2]) for name in settings["suites"])
     shares = sorted({row["target"] for row in rows if row["target"] is not None}, reverse=True)
-    policies = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
+    names = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
     most = max(len(row["scores"]) for row in rows if "scores" in row)
     tasks = {task: given for suite in settings["suites"].values() for task, given in suite["tasks"].items()}
     seeing = dict.fromkeys(row["policy"].partition(":")[0] for row in rows if row["seen"])
@@ -93,7 +92,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
             f"--shares {','.join(f'{share:g}' for share in shares)}",
             f"--tasks {','.join(tasks)}",
             *([" ".join(files)] if files else []),
-            f"--policies {','.join(policies)}",
+            f"--policies {','.join(names)}",
             f'--seeing "{",".join(seeing)}"',
             "--out part.jsonl",
         ]
@@ -109,14 +108,15 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     flat = [column for column in columns if not column[1] and not headroom(scores, column)]
     if flat:
         parts.append(
-            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not clearly above "
-            "StreamingLLM,\nso differences between policies say nothing there.\n"
+            f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not significantly better "
+            "than\nStreamingLLM, so differences between policies mean nothing there.\n"
         )
     unable = [row for row in rows if row["task"] is None]
     if empty := _unreached(rows, columns):
         parts.append(empty)
     if unable:
         parts.append(_unable(unable))
+    parts.append(_not_run(rows))
     if len(tasks) > 1:
         for column in columns:
             parts += [f"### {suite}, {_titled(column)}, by task\n", _tasks(scores, tasks, column)]
@@ -170,8 +170,8 @@ def _means(
         for (policy, *place), each in whole.items()
         if first is not None and tuple(place) == first
     }
-    policies = dict.fromkeys(policy for policy, target, _ in scores if target is not None)
-    for policy in sorted(policies, key=lambda policy: -placed.get(policy, -1.0)):
+    names = dict.fromkeys(policy for policy, target, _ in scores if target is not None)
+    for policy in sorted(names, key=lambda policy: -placed.get(policy, -1.0)):
         cells = []
         for column in columns:
             mine = scores.get((policy, *column))
@@ -185,8 +185,8 @@ def _means(
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)
                 cells.append(f"{shown} ({100 * held[policy, *column]:.1f} %)")
         lines.append([f"`{policy}`", *cells])
-    told = "In parentheses: bytes held, of the full cache's."
-    told += f" The best at {_titled(first)}, come first." if first is not None else ""
+    told = "In parentheses: share of the full cache's bytes."
+    told += f" Policies are ordered by the column {_titled(first)}." if first is not None else ""
     return told + "\n\n" + report.table(["policy", *map(_titled, columns)], lines) + "\n"
 
 
@@ -211,11 +211,11 @@ def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> 
             if (policy, column[1]) in asked and (policy, *column) not in there:
                 found.setdefault(policy, []).append(_titled(column))
     told = ", ".join(f"`{policy}` ({'; '.join(titles)})" for policy, titles in found.items())
-    return f"Empty, as they lack scores of some tasks or all: {told}.\n" if told else ""
+    return f"Cells are empty where scores of some tasks are missing: {told}.\n" if told else ""
 
 
 def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Policies that cannot hold so little."""
+    """Policies whose smallest cache is larger than a share."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         shares = found.setdefault((row["policy"], row["why"]), [])
@@ -225,7 +225,14 @@ def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
         f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in shares)}: {why}"
         for (policy, why), shares in found.items()
     ]
-    return "Not in the table:\n\n" + "\n".join(lines) + "\n"
+    return "These policies cannot hold so little:\n\n" + "\n".join(lines) + "\n"
+
+
+def _not_run(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Registered policies that were not run."""
+    run = {row["policy"].partition(":")[0] for row in rows}
+    missing = ", ".join(f"`{name}`" for name in policies() if name not in run)
+    return f"Not run: {missing or 'none'}.\n"
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -256,7 +263,7 @@ def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _titled(column: Column) -> str:
-    return f"{100 * column[0]:g} %, {'seen' if column[1] else 'unseen'}"
+    return f"{100 * column[0]:g} %, {'question-aware' if column[1] else 'question-agnostic'}"
 
 
 def _shown(tasks: Mapping[str, np.ndarray]) -> str:

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -113,17 +114,18 @@ def test_the_page_of_made_up_numbers(tmp_path):
     rows += [row("snapkv", task, [0.9, 0.8, 1.0]) for task in ("vt", "cwe")]
     rows += [row("streaming_llm", task, [0.1, 0.0, 0.3]) for task in ("vt", "cwe")]
     rows += [row("tova", "vt", [0.0, 0.0, 0.0])]
-    rows += [{**row("quest", "vt", []), "task": None, "why": "holds 101.0 % at the least"}]
+    rows += [{**row("quest", "vt", []), "task": None, "why": "needs at least 101.0 %"}]
     del rows[-1]["scores"]
     text = page.render(merged.merge([written(tmp_path / "part", rows)]), "leaderboard-abacus.json")
     assert "| `full` (100 %) | 100.0 ± 0.0 |" in text
     assert "| `snapkv` | **90.0 ± 4.1** (50.0 %) |" in text
     assert "| `streaming_llm` | 13.3 ± 6.2 (50.0 %) |" in text
     assert "| `tova` | 1 of 2 tasks |" in text
-    assert "- `quest`, at 50 %: holds 101.0 % at the least" in text
+    assert "- `quest`, at 50 %: needs at least 101.0 %" in text
     assert "| `streaming_llm` | 13 | 13 |" in text
     assert "--policies snapkv,streaming_llm,tova,quest" in text
     assert "3 samples of each task" in text
+    assert re.search(r"^Not run: (?!.*`(snapkv|streaming_llm|tova|quest)`).*`kivi`", text, flags=re.MULTILINE)
     assert "No headroom" not in text
     for each in rows:
         if each["policy"] == "full":
@@ -144,16 +146,16 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
 
     rows = [row("full", "vt", [1.0, 1.0], None), row("snapkv", "vt", [1.0, 0.5]), row("tova", "vt", [1.0, 0.5])]
     text = rendered(rows, {"vt": {}})
-    assert "lack scores" not in text
-    assert "*Seen*" not in text
+    assert "Cells are empty" not in text
+    assert "*Question-aware*" not in text
     assert '--seeing ""' in text
     assert "--qa" not in text
-    unable = {**row("quest", "vt", [], 0.25), "task": None, "why": "holds 101.0 % at the least"}
+    unable = {**row("quest", "vt", [], 0.25), "task": None, "why": "needs at least 101.0 %"}
     del unable["scores"]
     rows += [row("snapkv", "vt", [1.0, 0.5], 0.25), row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
     text = rendered([*rows, unable, unable | {"target": 0.5}], {"vt": {}, "qa_2": {"data": "hotpot.json"}})
-    assert "Empty, as they lack scores of some tasks or all: `tova` (25 %, unseen)." in text
-    assert "*Seen*" in text
+    assert "Cells are empty where scores of some tasks are missing: `tova` (25 %, question-agnostic)." in text
+    assert "*Question-aware*" in text
     assert '--seeing "snapkv"' in text
     assert "--qa-2 hotpot.json" in text
     assert "--qa-1" not in text
