@@ -102,11 +102,21 @@ def section(content: Mapping[str, Any]) -> str:
     header, rows = content["header"], content["rows"]
     about = header["settings"]
     return (
-        f"{models.title(about)} with the full cache, computed in {about['dtype']} on one {device(header)}, embedding and head in as few bits as the layers: "
-        f"perplexity of {about['passages']} passages\nof {about['length']} tokens, and what is found of RULER's tasks with prompts of as many, "
-        f"{about['samples']} of each, in percent. In parentheses the difference from floats, paired, ± its standard error. By\n"
-        f"`python -m reproduction.weights_quality`.\n\n{table(rows)}"
+        f"**`int8` changes perplexity by {_change(rows, 'int8')}, and `int4` by {_change(rows, 'int4')}.** {models.title(about)} with the full cache, "
+        f"computed in {about['dtype']}\non one {device(header)}. Embedding and head are quantised as the layers are.\n\n"
+        "- `float` dequantises the file, so the rows show the loss on top of the file's own quantisation. `int4` keeps the codes of matrices "
+        "that the file stores in 4 bits.\n"
+        f"- Perplexity: {about['passages']} passages of {about['length']} tokens.\n"
+        f"- Tasks: RULER's, in percent, with {about['samples']} prompts of {about['length']} tokens for each.\n"
+        "- In parentheses: paired difference from `float` ± its standard error.\n\n"
+        f"Measured by `python -m reproduction.weights_quality`.\n\n{table(rows)}"
     )
+
+
+def _change(rows: Sequence[dict[str, Any]], kind: str) -> str:
+    """Relative change of perplexity from the first row's, in percent."""
+    (nll,) = (row["nll"] for row in rows if row["weights"] == kind)
+    return f"{100 * np.expm1(np.subtract(nll, rows[0]['nll']).mean()):+.2f} %"
 
 
 SECTION = Section("howto/weights.md", "What they cost in quality", "weights-quality", section)
