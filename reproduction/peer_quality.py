@@ -257,10 +257,10 @@ def section(content: Mapping[str, Any]) -> str:
     tasks = ", ".join(f"`{task}`" for task in about["suite"]["tasks"])
     lines = [
         f"{models.title(about)} in {about['dtype']}: {rows[0]['prompts']} of RULER's prompts of {about['length']} tokens ({tasks}), compressed to "
-        f"{about['budget']} tokens before the question is known, the same tokens and weights",
-        f"for kvpress {peer['versions']['kvpress']} (PyTorch {peer['versions']['torch']}, {peer['device']}) and kvjax ({device(header)}); by "
-        "`python -m reproduction.peer_quality`. Scores in percent; of the paired difference the 95 % interval",
-        "(Student's t).",
+        f"{about['budget']} tokens before the question is known. Both libraries get the same tokens and weights:",
+        f"kvpress {peer['versions']['kvpress']} (PyTorch {peer['versions']['torch']}, {peer['device']}) and kvjax ({device(header)}). Scores are in percent. The "
+        "paired difference has its 95 % interval (Student's t).",
+        "Measured by `python -m reproduction.peer_quality`.",
         "",
     ]
     cells = []
@@ -291,14 +291,15 @@ def exact_section(content: Mapping[str, Any]) -> str:
     told = [f"{same} of {asked} answers that both gave are the same."]
     if same == asked:
         told = [
-            f"{same} of {asked} answers that both gave are the same, word for word. So what differs above is bfloat16's rounding: of tokens with almost "
-            "equal scores, and words with",
-            "almost equal probabilities.",
+            f"**In {header['settings']['dtype']}, {same} of {asked} answers that both libraries gave are the same, word for word.** The differences "
+            "above are due to rounding in bfloat16,",
+            "of tokens with almost equal scores and of words with almost equal probabilities.",
         ]
     lines = [
-        f"The prompts and weights of above in {header['settings']['dtype']}, with products that neither library rounds to fewer bits (`--dtype float32`; kvpress "
-        f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}):",
         *told,
+        "",
+        f"Prompts and weights are those of the section above, and both libraries compute matmuls in full float32 (`--dtype float32`; kvpress "
+        f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}).",
         "",
     ]
     heads = ["method", "kvjax", "kvpress", "same answers", "scores that differ"]
