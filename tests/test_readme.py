@@ -260,3 +260,24 @@ def test_result_files_say_what_the_docs_claim():
     }
     assert held["treekv", 1024] == held["treekv", 32768]
     assert np.all(np.asarray(held["full", 32768]) > 5 * np.asarray(held["full", 1024]))
+
+
+def test_recommended_policies_are_the_best_measured():
+    """`choose.md` names first the two policies that its tables of results have first."""
+    page = (ROOT / "docs/start/choose.md").read_text(encoding="utf-8")
+    (start,) = re.findall(r"\| your task \| use \|.*?\n\n", page, flags=re.DOTALL)
+    for table, anchor in (
+        (quality_tables.question_aware(), "#the-question-is-in-the-prompt"),
+        (quality_tables.question_agnostic(), "#the-question-comes-later"),
+    ):
+        (line,) = (line for line in start.splitlines() if anchor in line)
+        ranked = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+        assert ranked[0] == "full"
+        assert re.findall(r"\[`(\w+):0\.25`\]", line) == ranked[1:3]
+
+
+def test_the_best_policies_have_the_scores_of_the_leaderboard():
+    page = (ROOT / "docs/leaderboard.md").read_text(encoding="utf-8")
+    for name, score in re.findall(r"^\| `(\w+)` \| (\S+ ± \S+) \|", quality_tables.question_agnostic(), re.MULTILINE):
+        (line,) = re.findall(rf"^\| `{name}` .*\|$", page.split("\n### ")[0], flags=re.MULTILINE)
+        assert score in line

@@ -33,8 +33,6 @@ DOCS = Path(__file__).parents[1]
 LINES = "## The lines that do it"
 LIMITS = "## Limits\n"
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
-MARKERS = "os^Dv<>P*"
 
 MEMORY = {
     "full": "everything is kept",
@@ -260,43 +258,33 @@ def _paper(name: str) -> tuple[str, str, str]:
     return match[1], match[2], match[3]
 
 
-def draw_quality(path: Path, marked: str = "") -> None:
+def draw_quality(path: Path, marked: str) -> None:
     """All methods' agreement with the full cache over the bytes that they hold, one of them marked."""
     figures, _ = import_matplotlib()
     far_below = {"full", "random", "knorm"} - {marked}
     rows = [row for row in tables.measured_quality() if row["policy"] not in far_below]
-    figure = figures.Figure(figsize=(8, 4.6) if not marked else (7, 3.6), layout="constrained")
+    figure = figures.Figure(figsize=(7, 3.6), layout="constrained")
     panel = figure.subplots()
-    names = dict.fromkeys(row["policy"].split(",")[0] for row in rows)
-    for i, policy in enumerate(names):
+    for policy in dict.fromkeys(row["policy"].split(",")[0] for row in rows):
         mine = sorted(
             (row["cache_bytes"] / 1e6, 100 * row["agreement"]) for row in rows if row["policy"].split(",")[0] == policy
         )
-        style: dict[str, Any] = {
-            "color": COLOURS[i % len(COLOURS)],
-            "marker": MARKERS[i % len(MARKERS)],
-            "label": policy,
-        }
+        style: dict[str, Any] = {"color": "0.7", "marker": "o", "markersize": 3, "linewidth": 0.8}
         if policy == marked:
-            style = {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3, "label": policy}
-        elif marked:
-            style = {"color": "0.7", "marker": "o", "markersize": 3, "linewidth": 0.8}
-        panel.plot(*zip(*mine, strict=True), **{"markersize": 5, "linewidth": 1.0, **style})
+            style = {
+                "color": "#D55E00",
+                "marker": "o",
+                "markersize": 5,
+                "linewidth": 2.5,
+                "zorder": 3,
+                "label": policy,
+            }
+        panel.plot(*zip(*mine, strict=True), **style)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     panel.set_xlabel("bytes of cache, MB")
     panel.set_ylabel("top-1 token as the full cache's, %")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-class Quality(Directive):
-    """The chart of all methods; its content is the words for those who do not see it."""
-
-    has_content: ClassVar[bool] = True
-
-    def run(self) -> list[Any]:
-        draw_quality(DOCS / "pictures" / "quality" / "all.svg")
-        return _parsed(self, f"![{' '.join(self.content)}](/pictures/quality/all.svg)")
 
 
 class Methods(Directive):
@@ -345,6 +333,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", complete, priority=400)
     app.add_directive("methods", Methods)
     app.add_directive("blocks", Blocks)
-    app.add_directive("quality", Quality)
     app.add_directive("measured", Measured)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
