@@ -16,7 +16,7 @@ import re
 import textwrap
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from docutils import nodes
