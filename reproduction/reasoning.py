@@ -176,9 +176,9 @@ def section(content: Mapping[str, Any]) -> str:
     about, rows = content["header"]["settings"], content["rows"]
     counts = sorted({len(row["scores"]) for row in rows})
     return f"""\
-{models.title(about)}, {about["dtype"]}, one {device(content["header"])}: GSM8K without solved examples, the model asked to reason step by step in up to {about["new_tokens"]} tokens, {" to ".join(map(str, counts))} problems. Every policy has
-{about["budget"]} slots a head for the problem and what is written; some hold more between their rounds. Means and standard errors, in percent; differences from the full cache are paired
-over the problems that both have answered. *Ended*: answers that came to their end. By `python -m reproduction.reasoning`.
+GSM8K, {" to ".join(map(str, counts))} problems, zero-shot with step-by-step reasoning in up to {about["new_tokens"]} tokens (`python -m reproduction.reasoning`). {models.title(about)} in {about["dtype"]} on one {device(content["header"])}.
+Every policy has {about["budget"]} slots per head for problem and answer. Some hold more between compressions, so compare the bytes too. Means and standard errors in percent. Differences from the full cache are paired over
+problems that both have answered. *Ended*: answers that ended by themselves.
 
 {table(rows)}"""
 
