@@ -88,9 +88,9 @@ class Characters:
 def model(family: str, seed: int = 1) -> Any:
     """A random model. Where tunix initialises with constants, it gets random numbers too."""
     made = {
-        "qwen2": lambda rngs: qwen2.Qwen2(qwen2.ModelConfig.uniform(**SIZES, use_tied_embedding=True), rngs=rngs),
-        "qwen3": lambda rngs: qwen3.Qwen3(qwen3.ModelConfig.uniform(**SIZES, num_experts=None), rngs=rngs),
-        "llama3": lambda rngs: llama3.Llama3(llama3.ModelConfig.uniform(**SIZES), rngs=rngs),
+        "qwen2": lambda rngs: qwen2.Qwen2(qwen2.ModelConfig(**SIZES, use_tied_embedding=True), rngs=rngs),
+        "qwen3": lambda rngs: qwen3.Qwen3(qwen3.ModelConfig(**SIZES, num_experts=None), rngs=rngs),
+        "llama3": lambda rngs: llama3.Llama3(llama3.ModelConfig(**SIZES), rngs=rngs),
     }[family](nnx.Rngs(seed))
     nnx.update(made, changed(nnx.state(made), seed, 0.2))
     return made

@@ -249,9 +249,11 @@ hidden = jax.jit(transformer.hidden)
 
 def around(params, layer: int, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """How long what a layer's attention reads is for each token, and its output projection by query head [N, H, D]."""
-    below = params.replace(layers=params.layers[:layer])
-    x = np.asarray(hidden(below, np.asarray([text], np.int32)), np.float64)[0]
     own, config = params.layers[layer], params.config
+    x = np.asarray(params.embed, np.float64)[np.asarray(text)]
+    if layer:
+        below = params.replace(layers=params.layers[:layer], config=config.with_depth(layer))
+        x = np.asarray(hidden(below, np.asarray([text], np.int32)), np.float64)[0]
     x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * np.asarray(own.attn_norm)
     output = np.asarray(own.attn.o, np.float64).T.reshape(config.num_heads, config.head_dim, -1)
     return np.linalg.norm(x, axis=-1), output
