@@ -20,6 +20,7 @@ from kvjax.config import (
     LongRope,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     Yarn,
 )
@@ -34,7 +35,7 @@ _SCALINGS = {kind.__name__: kind for kind in (Linear, Llama3, Yarn, LongRope)}
 
 _MIXERS = {AttentionConfig.__name__: AttentionConfig}
 
-_MLPS = {MLPConfig.__name__: MLPConfig}
+_MLPS = {kind.__name__: kind for kind in (MLPConfig, MoEConfig)}
 
 
 class Header(Strict):

@@ -26,6 +26,7 @@ from kvjax.config import (
     LongRope,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     RopeScaling,
     Yarn,
@@ -39,6 +40,7 @@ from .hf_config import FAMILIES, WINDOW_PATTERN, Family
 from .layout import Layout, hf_layout
 from .mapped import mapped
 from .quantised import BLOCKS, blocks_shape, from_blocks
+from .refused import why
 from .schema import Id, Layers, Positive, Size, Strict, checked_under
 from .text_files import present
 
@@ -46,6 +48,8 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
@@ -56,10 +60,29 @@ To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits tex
 `gguf_tokenizer.py`.
 """
 
-FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {"gemma3": "gemma3_text"}
-"""Families, by `general.architecture`."""
+FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
+"""Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral"."""
 
-_ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()}
+ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama"}
+
+_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True}
+"""Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
+
+_EXPERT_TENSORS = {
+    "router": "ffn_gate_inp",
+    "gate_experts": "ffn_gate_exps",
+    "up_experts": "ffn_up_exps",
+    "down_experts": "ffn_down_exps",
+    "shared.gate": "ffn_gate_shexp",
+    "shared.up": "ffn_up_shexp",
+    "shared.down": "ffn_down_shexp",
+    "shared_gate": "ffn_gate_inp_shexp",
+}
+"""Tensors of a mixture of experts in a layer, by parameter."""
 
 _SCALE_OF_WIDE = 62
 """Number of layers of the Gemma 3 model whose attention scale is (D / N) ** -0.5, and not that of its head dim.
@@ -293,17 +316,24 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 def gguf_layout(config: ModelConfig) -> Layout:
     """The Hugging Face layout, with the `gguf` library's tensor names."""
-    names = gguf.get_tensor_name_map(ARCHITECTURES[_ARCHITECTURE_OF[config.family]], config.num_layers)
-    return {
-        names.get_name(name, try_suffixes=(".weight", ".bias")) or name: entry
-        for name, entry in hf_layout(config).items()
-    }
+    names = gguf.get_tensor_name_map(ARCHITECTURES[ARCHITECTURE_OF[config.family]], config.num_layers)
+
+    def name_of(name: str, parameters: tuple[str, ...]) -> str:
+        layer, _, own = parameters[0].partition(".mlp.")
+        if own in _EXPERT_TENSORS:
+            return f"blk.{layer.removeprefix('layers.')}.{_EXPERT_TENSORS[own]}.weight"
+        return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+
+    return {name_of(name, parameters): parameters for name, parameters in hf_layout(config).items()}
 
 
 class _Metadata(Strict):
     """The metadata fields that are read, under the name of the architecture."""
 
-    expert_count: int = 0
+    expert_count: int = Field(0, ge=0, lt=2**16)
+    experts_used: Size | None = Field(None, alias="expert_used_count")
+    expert_width: Size | None = Field(None, alias="expert_feed_forward_length")
+    shared_width: Size | None = Field(None, alias="expert_shared_feed_forward_length")
     embedding_length: Size
     block_count: Layers
     feed_forward_length: Size
@@ -345,13 +375,16 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: unknown general.architecture {shortened(name)}; supported are {', '.join(ARCHITECTURES)}"
+            f"{path}: unknown general.architecture {shortened(name)}; supported are {', '.join(ARCHITECTURES)}{why(name)}"
         )
-    family = FAMILIES[FAMILY_OF[name]]
     fields = checked_under(_Metadata, metadata, f"{name}.", path)
     tokens = checked_under(_Tokens, metadata, "tokenizer.ggml.", path)
-    if fields.expert_count:
-        raise CheckpointError(f"{path}: a mixture of {fields.expert_count} experts; only dense models are supported")
+    family_name = "mixtral" if name == "llama" and fields.expert_count else FAMILY_OF[name]
+    family = FAMILIES[family_name]
+    if fields.expert_count and family.experts is None:
+        raise CheckpointError(
+            f"{path}: a mixture of {fields.expert_count} experts of architecture {name} is not supported"
+        )
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
@@ -364,10 +397,10 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     )
     try:
         return ModelConfig(
-            family=FAMILY_OF[name],
+            family=family_name,
             vocab_size=vocab_size,
             hidden_size=fields.embedding_length,
-            layers=_layers(fields, family, tensors, path),
+            layers=_layers(fields, family_name, tensors, path),
             max_position=fields.context_length,
             norm_eps=_decimal(fields.norm_eps),
             norm_offset=family.norm_offset,
@@ -384,9 +417,10 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
 
 
 def _layers(
-    fields: _Metadata, family: Family, tensors: Mapping[str, gguf.ReaderTensor], path: Path
+    fields: _Metadata, family_name: str, tensors: Mapping[str, gguf.ReaderTensor], path: Path
 ) -> tuple[LayerConfig, ...]:
     """Derive the layers."""
+    family = FAMILIES[family_name]
     head_dim = fields.head_dim or fields.embedding_length // fields.num_heads
     dim = fields.rope_dim or head_dim
     rope = RopeConfig(
@@ -411,11 +445,29 @@ def _layers(
     if family.local_theta is not None:  # scaling is for full attention only
         local = dataclasses.replace(rope, theta=_decimal(fields.local_theta or family.local_theta), scaling=None)
 
-    def layer(window: int | None) -> LayerConfig:
-        own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
-        return LayerConfig(own, mlp, family.norms)
+    moe = None
+    if fields.expert_count:
+        moe = MoEConfig(
+            experts=fields.expert_count,
+            per_token=fields.experts_used or 1,
+            width=fields.expert_width or fields.feed_forward_length,
+            normalized=_NORMALISES[family_name],
+            shared=fields.shared_width or fields.feed_forward_length if family.shared_experts else None,
+            shared_gate=family.shared_experts,
+            activation=family.activation,
+        )
 
-    return tuple(map(layer, _windows(fields, family, path)))
+    if moe is not None and not any(name.endswith("ffn_gate_inp.weight") for name in tensors):
+        raise CheckpointError(
+            f"{path}: a mixture of {fields.expert_count} experts, but no layer has a ffn_gate_inp.weight"
+        )
+
+    def layer(i: int, window: int | None) -> LayerConfig:
+        own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
+        has_experts = moe is not None and f"blk.{i}.ffn_gate_inp.weight" in tensors
+        return LayerConfig(own, moe if has_experts and moe is not None else mlp, family.norms)
+
+    return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)))
 
 
 def _windows(fields: _Metadata, family: Family, path: Path) -> list[int | None]:
@@ -526,6 +578,8 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
     shape = tuple(int(size) for size in reversed(tensor.shape))
+    if len(shape) == 3:  # experts, one below the other
+        shape = shape[0] * shape[1], shape[2]
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     bytes_shape = shape[0], nbytes // shape[0]
     elements_per_block, bytes_per_block = (

@@ -20,6 +20,7 @@ from kvjax.config import (
     LongRope,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     RopeScaling,
     Yarn,
@@ -27,6 +28,7 @@ from kvjax.config import (
 from kvjax.config.model import Activation, Norms
 
 from .errors import CheckpointError, listed, shortened
+from .refused import why
 from .schema import Id, Layers, Positive, Size, Strict, checked
 
 OWN_METHOD = "kvjax"
@@ -37,6 +39,22 @@ OWN_MATRICES = "quantized_matrices"
 
 PACKED = ("gptq", "awq", "compressed-tensors")
 """Names of other libraries' quantisations that can be read, see `packed`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Names of a mixture of experts in a layer of a checkpoint.
+
+    Attributes:
+        prefix: name of the mixture. The other names are below it.
+        matrices: names of an expert's gate, up and down projections, below ``experts.{number}``.
+        shared, shared_gate: names of the shared MLP and of the projection that weights it.
+    """
+
+    prefix: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +87,9 @@ class Family:
             if all layers have the same rotary embedding.
         query_scalar: default of `query_pre_attn_scalar`, whose inverse square root is the factor on attention logits.
             None means head_dim.
+        experts: names of the experts, if the family has them.
+        normalized: whether weights of a token's experts are divided by their sum; None if `norm_topk_prob` decides.
+        shared_experts: whether experts have a shared MLP beside them, with a gate.
         defaults: values of other fields that a config.json may leave out.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
         fused_qkv, fused_gate_up: whether the checkpoint stores these projections stacked in one tensor.
@@ -100,6 +121,9 @@ class Family:
     window: int | None = None
     local_theta: float | None = None
     query_scalar: int | None = None
+    experts: ExpertNames | None = None
+    normalized: bool | None = None
+    shared_experts: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -133,6 +157,39 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True,
         windows="some",
         window=4096,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        num_kv_heads=16,
+        qkv_bias=True,
+        experts=ExpertNames(),
+        shared_experts=True,
+        defaults=(
+            ("num_experts", 60),
+            ("num_experts_per_tok", 4),
+            ("moe_intermediate_size", 1408),
+            ("shared_expert_intermediate_size", 5632),
+        ),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        num_kv_heads=4,
+        qkv_bias=None,
+        output_bias=True,
+        qk_norm=True,
+        experts=ExpertNames(),
+        defaults=(("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        windows="all",
+        bos=1,
+        eos=(2,),
+        experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+        normalized=True,
+        defaults=(("num_local_experts", 8), ("num_experts_per_tok", 2), ("rope_theta", 1000000.0)),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -212,6 +269,10 @@ _Length = Annotated[
 """Length in tokens. An integral float is accepted, as in transformers."""
 
 
+_Window = Annotated[Size | None, BeforeValidator(lambda size: None if type(size) is int and size == 0 else size)]
+"""Window in tokens. transformers 5 may write 0 for none."""
+
+
 class _Rope(Strict):
     """The fields of `rope_scaling` and `rope_parameters` that are read."""
 
@@ -257,7 +318,7 @@ class _Config(Strict):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     original_max_position_embeddings: _Length | None = None
-    sliding_window: Size | None = None
+    sliding_window: _Window = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None
@@ -267,6 +328,14 @@ class _Config(Strict):
     final_logit_softcapping: Positive | None = None
     attn_logit_softcapping: Positive | None = None
     use_bidirectional_attention: bool | None = None
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: Size | None = None
+    mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
     bos_token_id: Ids | None = None
     eos_token_id: Ids | None = None
 
@@ -302,7 +371,7 @@ def from_hf(
     family_name = config.get("model_type")
     if not isinstance(family_name, str) or family_name not in FAMILIES:
         raise CheckpointError(
-            f"{source}: unknown model_type {shortened(family_name)}; supported are {', '.join(FAMILIES)}"
+            f"{source}: unknown model_type {shortened(family_name)}; supported are {', '.join(FAMILIES)}{why(family_name)}"
         )
     family = FAMILIES[family_name]
     held = checked(_Config, {**dict(family.defaults), **config}, source)
@@ -317,7 +386,7 @@ def from_hf(
             family=family_name,
             vocab_size=held.vocab_size,
             hidden_size=held.hidden_size,
-            layers=tuple(kinds[window] for window in windows),
+            layers=_with_experts(held, family, [kinds[window] for window in windows]),
             max_position=held.max_position_embeddings,
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
             norm_offset=family.norm_offset,
@@ -371,6 +440,26 @@ def _kinds(
     return found
 
 
+def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Layers with experts where the model has them, instead of the dense MLP."""
+    if family.experts is None:
+        return tuple(layers)
+    moe = MoEConfig(
+        # Of files with both names, transformers 5 writes the first for Qwen, too.
+        experts=_first(held.num_local_experts, held.num_experts),
+        per_token=held.num_experts_per_tok or 1,
+        width=held.moe_intermediate_size or held.intermediate_size,
+        normalized=bool(held.norm_topk_prob) if family.normalized is None else family.normalized,
+        shared=held.shared_expert_intermediate_size if family.shared_experts else None,
+        shared_gate=family.shared_experts,
+        activation=family.activation,
+    )
+    step, dense = _or(held.decoder_sparse_step, 1), _or(held.mlp_only_layers, [])
+    return tuple(
+        layer if i in dense or (i + 1) % step else dataclasses.replace(layer, mlp=moe) for i, layer in enumerate(layers)
+    )
+
+
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write a `config.json` that transformers and `from_hf` both read as this model.
 
@@ -389,7 +478,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": _ACTIVATIONS[family.activation][0],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": _dense_width(config),
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -407,6 +496,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:
         fields["mlp_bias"] = config.mlp_bias
+    if family.experts is not None:
+        fields |= _experts_to_hf(config, family)
     if family.activation != "silu":
         fields["hidden_activation"] = fields.pop("hidden_act")
     if family.query_scalar is not None:
@@ -443,6 +534,8 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
             )
     if config.attn_logit_softcapping is not None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
+    if family.experts is not None and family.windows == "none" and config.use_sliding_window:
+        raise CheckpointError(f"{source}: use_sliding_window of a {config.model_type} model is not supported")
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
     if config.quantization_config:
@@ -567,6 +660,29 @@ def _yarn_attention_factor(rope: _Rope, factor: float) -> float | None:
     if not (rope.mscale and rope.mscale_all_dim) or factor <= 1:
         return None
     return (0.1 * rope.mscale * math.log(factor) + 1.0) / (0.1 * rope.mscale_all_dim * math.log(factor) + 1.0)
+
+
+def _dense_width(config: ModelConfig) -> int:
+    """Width of the dense MLPs. A model without any writes that of its experts, which Mixtral reads from this field."""
+    dense = [kind.mlp for kind in config.kinds if isinstance(kind.mlp, MLPConfig)]
+    return dense[0].width if dense else config.kinds[0].mlp.width
+
+
+def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+    moe = next((kind.mlp for kind in config.kinds if isinstance(kind.mlp, MoEConfig)), None)
+    if moe is None:
+        raise CheckpointError(f"a {config.family} config.json cannot express a model without experts")
+    if family.normalized is not None:
+        return {"num_local_experts": moe.experts, "num_experts_per_tok": moe.per_token}
+    fields = {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.per_token,
+        "moe_intermediate_size": moe.width,
+        "norm_topk_prob": moe.normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MLPConfig)],
+    }
+    return fields | ({"shared_expert_intermediate_size": moe.shared} if family.shared_experts else {})
 
 
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:

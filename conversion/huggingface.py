@@ -14,6 +14,7 @@ from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
 from .errors import CheckpointError, listed, told
+from .experts import stacked
 from .hf_config import OWN_MATRICES, from_hf
 from .layout import hf_layout
 from .mapped import mapped
@@ -58,7 +59,7 @@ def checkpoint_of(
     joined = join(tensors, path)
     if (own := checked(_Own, fields, source).matrices) is not None:
         _check_arrays(source, tensors, own)
-    config, joined = with_head(config, joined, path, compare=not headers_only)
+    config, joined = with_head(config, stacked(config, joined), path, compare=not headers_only)
     return Checkpoint(
         source=path,
         format="safetensors",

@@ -6,7 +6,7 @@ one parameter; fused projections contain two or three. Loading slices the rows, 
 
 from collections.abc import Mapping
 
-from kvjax.config import LayerConfig, ModelConfig
+from kvjax.config import LayerConfig, MLPConfig, ModelConfig, MoEConfig
 
 from .hf_config import FAMILIES, Family
 
@@ -33,7 +33,6 @@ def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
     block: dict[str, tuple[str, ...]] = {
         f"{family.norm_names[0]}.weight": ("attn_norm",),
         "self_attn.o_proj.weight": ("attn.o",),
-        "mlp.down_proj.weight": ("mlp.down",),
     }
     if family.fused_qkv:
         block["self_attn.qkv_proj.weight"] = ("attn.q", "attn.k", "attn.v")
@@ -49,10 +48,29 @@ def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
         block[f"{family.norm_names[1]}.weight"] = ("attn_post_norm",)
         block[f"{family.norm_names[3]}.weight"] = ("mlp_post_norm",)
     block[f"{family.norm_names[2]}.weight"] = ("mlp_norm",)
+    return block | (_experts(family, kind.mlp) if isinstance(kind.mlp, MoEConfig) else _mlp(family, kind.mlp))
+
+
+def _mlp(family: Family, mlp: MLPConfig) -> dict[str, tuple[str, ...]]:
+    block: dict[str, tuple[str, ...]] = {"mlp.down_proj.weight": ("mlp.down",)}
     if family.fused_gate_up:
         block["mlp.gate_up_proj.weight"] = ("mlp.gate", "mlp.up")
     else:
         block |= {f"mlp.{x}_proj.weight": (f"mlp.{x}",) for x in ("gate", "up")}
-    if kind.mlp.bias:
+    if mlp.bias:
         block |= {f"mlp.{x}_proj.bias": (f"mlp.{x}_bias",) for x in ("gate", "up", "down")}
+    return block
+
+
+def _experts(family: Family, mlp: MoEConfig) -> dict[str, tuple[str, ...]]:
+    """Layout of experts, which `kvjax.conversion.experts` stacks."""
+    names = family.experts
+    assert names is not None
+    block: dict[str, tuple[str, ...]] = {f"{names.prefix}.gate.weight": ("mlp.router",)}
+    for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True):
+        block[f"{names.prefix}.experts.{theirs}.weight"] = (f"mlp.{ours}_experts",)
+        if mlp.shared:
+            block[f"{names.prefix}.{names.shared}.{ours}_proj.weight"] = (f"mlp.shared.{ours}",)
+    if mlp.shared_gate:
+        block[f"{names.prefix}.{names.shared_gate}.weight"] = ("mlp.shared_gate",)
     return block

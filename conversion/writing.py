@@ -18,6 +18,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .errors import CheckpointError, listed
+from .experts import expert_name, experts_of
 from .hf_config import OWN_MATRICES, OWN_METHOD, to_hf
 from .huggingface import INDEX
 from .layout import hf_layout
@@ -159,12 +160,12 @@ class _Held:
     def read(self, parameter: str, part: str) -> np.ndarray:
         """Read an array of a parameter. `part` is the suffix of its name after the parameter's name.
 
-        The last parameter is cached for its other arrays.
+        The last parameter is cached for its other arrays, or for its other experts.
         """
         if self._latest[0] != parameter:
             self._latest = "", None  # freed before the next is read
             held = self.checkpoint.read(parameter, self._dtype, self._kinds.of(parameter))
-            if not isinstance(self.shapes[parameter], QuantizedMatrix):
+            if not isinstance(self.shapes[parameter], QuantizedMatrix) and not parameter.endswith("_experts"):
                 return parts("", held)[part]
             self._latest = parameter, held
         return parts("", self._latest[1])[part]
@@ -185,13 +186,21 @@ def _write_orbax(path: Path, held: _Held, dtype: str, meter: Meter) -> None:
 def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> None:
     config = held.checkpoint.config
     layout = hf_layout(config)
-    tensors = {name + part: (name, part) for name in layout for part in parts("", held.shapes[layout[name][0]])}
-    shapes = {name: _stacked(name, part, [held.shapes[p] for p in layout[of]]) for name, (of, part) in tensors.items()}
+    tensors: dict[str, tuple[str, str, slice]] = {}
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    for of, parameters in layout.items():
+        for part in parts("", held.shapes[parameters[0]]):
+            whole, count = _stacked(of, part, [held.shapes[p] for p in parameters]), experts_of(config, of)
+            size = whole.shape[0] // max(count, 1)
+            for i in range(max(count, 1)):
+                name = (expert_name(of, i) if count else of) + part
+                tensors[name] = of, part, slice(i * size, (i + 1) * size)
+                shapes[name] = jax.ShapeDtypeStruct((size, *whole.shape[1:]), whole.dtype)
     fields = to_hf(config) | {"torch_dtype": dtype}
     arrays: dict[str, list[str]] = {}
-    for of, part in tensors.values():
+    for name, (_, part, _) in tensors.items():
         if part:
-            arrays.setdefault(of, []).append(part.removeprefix("."))
+            arrays.setdefault(name.removesuffix(part), []).append(part.removeprefix("."))
     if arrays:
         fields |= {"quantization_config": {"quant_method": OWN_METHOD}, OWN_MATRICES: arrays}
     (path / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
@@ -204,9 +213,10 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
         with (path / name).open("wb") as stream:
             stream.write(_header({tensor: shapes[tensor] for tensor in names}))
             for tensor in names:
-                of, part = tensors[tensor]
+                of, part, rows = tensors[tensor]
                 for parameter in layout[of]:
-                    array = np.ascontiguousarray(held.read(parameter, part))
+                    array = held.read(parameter, part)
+                    array = np.ascontiguousarray(array[rows] if experts_of(config, of) else array)
                     stream.write(array.view(np.uint8).data)
                     meter.advance(array.nbytes)
             stream.flush()

@@ -1,4 +1,4 @@
-"""The MLP of one layer."""
+"""The gated MLP of one layer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -6,21 +6,29 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float
 
-from kvjax.pallas_kernels import gated_projection, projection
+from kvjax.cache import Shard
+from kvjax.pallas_kernels import Norm, gated_projection, projection
 
 from .layer import Layer, biased
+from .params import MLP
+from .residual import add_projection
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-"""Activations of `MLPConfig` by name."""
+"""Activations of `MLPConfig` and `MoEConfig` by name."""
 
 
-def hidden_units(layer: Layer, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
-    """Hidden units of a gated MLP with the residual stream `x`: activation(gate(y)) * up(y) of the normalised y."""
-    p, activation = layer.params.mlp, layer.config.mlp.activation
-    x, norm = layer.inputs(x, layer.params.mlp_norm)
+def add_mlp(layer: Layer, p: MLP, x: Float[Array, "... D"], shard: Shard) -> Float[Array, "... D"]:
+    """Add the output of a layer's MLP to the residual stream `x`."""
+    y, norm = layer.inputs(x, layer.params.mlp_norm)
+    h = hidden_units(p, y, layer.config.mlp.activation, norm)
+    return add_projection(layer, x, h, p.down, p.down_bias, layer.params.mlp_post_norm, shard)
+
+
+def hidden_units(p: MLP, x: Float[Array, "... D"], activation: str, norm: Norm | None = None) -> Float[Array, "... F"]:
+    """Hidden units of a gated MLP: activation(gate(x)) * up(x), with an optional norm of `x`."""
     if p.gate_bias is None and p.up_bias is None and activation == "silu":
         return gated_projection(x, p.gate, p.up, norm=norm)
     gate, up = projection(x, p.gate, p.up, norm=norm)

@@ -18,10 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
-from kvjax.config import LayerConfig, ModelConfig
+from kvjax.config import LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
 
-PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
+EXPERTS = frozenset({"gate_experts", "up_experts", "down_experts"})
+"""Matrices of all experts of a layer, one below the other, by the last part of their names."""
+
+PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"}) | EXPERTS
 """Matrices of a layer, by the last part of their names."""
 
 TABLES = frozenset({"embed", "head"})
@@ -60,13 +63,29 @@ class MLP:
 
 
 @flax.struct.dataclass
+class Experts:
+    """Mixture of experts: each expert is a gated MLP. D model dim, E experts, F hidden dim of an expert.
+
+    Matrices of expert e are rows e·F to (e+1)·F of `gate_experts` and `up_experts` [EF, D], and rows e·D to (e+1)·D of
+    `down_experts` [ED, F]. `router` is [E, D], and `shared_gate` [1, D].
+    """
+
+    router: Float[Array, "E D"]
+    gate_experts: Matrix
+    up_experts: Matrix
+    down_experts: Matrix
+    shared: MLP | None = None
+    shared_gate: Float[Array, "1 D"] | None = None
+
+
+@flax.struct.dataclass
 class Block:
     """One transformer block."""
 
     attn_norm: Float[Array, " D"]
     attn: Attention
     mlp_norm: Float[Array, " D"]
-    mlp: MLP
+    mlp: MLP | Experts
     attn_post_norm: Float[Array, " D"] | None = None
     mlp_post_norm: Float[Array, " D"] | None = None
 
@@ -170,16 +189,33 @@ def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
             k_norm=optional(a.qk_norm, a.head_dim),
         ),
         mlp_norm=array(width),
-        mlp=MLP(
-            gate=array(mlp.width, width),
-            up=array(mlp.width, width),
-            down=array(width, mlp.width),
-            gate_bias=optional(mlp.bias, mlp.width),
-            up_bias=optional(mlp.bias, mlp.width),
-            down_bias=optional(mlp.bias, width),
-        ),
+        mlp=_abstract_experts(mlp, width, dtype) if isinstance(mlp, MoEConfig) else _abstract_mlp(mlp, width, dtype),
         attn_post_norm=optional(post, width),
         mlp_post_norm=optional(post, width),
+    )
+
+
+def _abstract_mlp(config: MLPConfig, width: int, dtype: Any) -> MLP:
+    array, hidden = functools.partial(_struct, dtype=dtype), config.width
+    return MLP(
+        gate=array(hidden, width),
+        up=array(hidden, width),
+        down=array(width, hidden),
+        gate_bias=array(hidden) if config.bias else None,
+        up_bias=array(hidden) if config.bias else None,
+        down_bias=array(width) if config.bias else None,
+    )
+
+
+def _abstract_experts(config: MoEConfig, width: int, dtype: Any) -> Experts:
+    array, rows = functools.partial(_struct, dtype=dtype), config.experts * config.width
+    return Experts(
+        router=array(config.experts, width),
+        gate_experts=array(rows, width),
+        up_experts=array(rows, width),
+        down_experts=array(config.experts * width, config.width),
+        shared=None if config.shared is None else _abstract_mlp(MLPConfig(config.shared), width, dtype),
+        shared_gate=array(1, width) if config.shared_gate else None,
     )
 
 

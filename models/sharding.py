@@ -25,16 +25,16 @@ from jaxtyping import PRNGKeyArray
 from kvjax._util.arguments import shown
 from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
-from kvjax.config import ModelConfig
+from kvjax.config import ModelConfig, MoEConfig
 from kvjax.pallas_kernels import is_quantized
 
-from .params import Params, abstract, gain_of, init, initial, name_of, tree_map_named
+from .params import EXPERTS, Params, abstract, gain_of, init, initial, name_of, tree_map_named
 
 AXES = "data", "model", "sequence"
 """Axes of a user's mesh: the batch; KV heads, matrices and the vocabulary; cache slots, and also matrices and the vocabulary."""
 
 _ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
-    ("gate", "up", "gate_bias", "up_bias", "embed", "head"), MODEL
+    ("gate", "up", "gate_bias", "up_bias", "embed", "head", *EXPERTS), MODEL
 )
 """Last part of a parameter's name → mesh axes that shard its first axis (outputs)."""
 
@@ -110,7 +110,8 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, he
             `sequence`, so that caches of unequal heads are balanced.
 
     Raises:
-        ValueError: as `get_mesh`, or the query heads cannot be sharded over devices with the same KV heads.
+        ValueError: as `get_mesh`, the query heads cannot be sharded over devices with the same KV heads, or the number
+            of devices does not divide that of experts.
     """
     if mesh is None:
         return ONE_DEVICE
@@ -130,6 +131,12 @@ def _get_shard(given: Mesh | AbstractMesh, config: ModelConfig, heads_coupled: b
             f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
+    for kind in config.kinds:
+        if isinstance(kind.mlp, MoEConfig) and kind.mlp.experts % (model * slots):
+            raise ValueError(
+                f"{model * slots} devices along model and sequence cannot share {kind.mlp.experts} experts, which each has "
+                f"whole; give a number of devices that divides {kind.mlp.experts}"
+            )
     axes = DATA, HEADS, COPIES, SLOTS
     sizes = (data, 1, 1, copies * slots) if heads_coupled else (data, heads, copies, slots)
     if isinstance(given, AbstractMesh):

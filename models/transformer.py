@@ -26,7 +26,6 @@ from kvjax.cache import PromptKV, Shard, Token, TokenBlock, where_rows
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.pallas_kernels import (
     BlockWeights,
-    Matrix,
     Norm,
     QuantizedMatrix,
     fused_decode_block,
@@ -38,15 +37,14 @@ from kvjax.policies.checks import calling, expect_same_state, expect_shape
 from kvjax.policies.layer import CacheLayer, Carry
 
 from .attention import causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
-from .layer import Layer, biased, fused_norm, layers_of, norm_of
-from .mlp import hidden_units
-from .params import Params
+from .experts import add_experts
+from .layer import Layer, fused_norm, layers_of, norm_of
+from .mlp import add_mlp
+from .params import Experts, Params
+from .residual import add_projection
 
 HEAD_BLOCK = 256
 """Positions that pass through the vocabulary head at a time when a text is scored."""
-
-SMALL_SUM = 16384
-"""Maximum elements of an all-reduce in float32, regardless of the model's type. 64 KiB take as long to send as 32."""
 
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: maps unrotated q [..., N, H] and k, v [..., K, H] to values [..., N, H]."""
@@ -302,6 +300,8 @@ def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
     None where the model has biases or norms between the matrices, or where devices all-reduce between them.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
+    if isinstance(mlp, Experts):
+        return None
     between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
     first, second = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)
     if shard.model > 1 or layer.config.mlp.activation != "silu" or any(a is not None for a in between):
@@ -324,25 +324,13 @@ def _rest(
     shard: Shard = ONE_DEVICE,
 ) -> Array:
     """Residual stream after a layer whose attention output is `out`."""
-    p, attn, mlp, mixer = layer.params, layer.params.attn, layer.params.mlp, layer.config.mixer
+    p, attn, mixer = layer.params, layer.params.attn, layer.config.mixer
     if out.shape[-1] == mixer.num_heads // shard.heads * mixer.head_dim:  # all columns, not only this device's
         out = shard.own_columns(out)
-    x = _joined(layer, x, out, attn.o, attn.o_bias, p.attn_post_norm, shard)
-    return _joined(layer, x, hidden_units(layer, x), mlp.down, mlp.down_bias, p.mlp_post_norm, shard)
-
-
-def _joined(layer: Layer, x: Array, h: Array, w: Matrix, bias: Array | None, norm: Array | None, shard: Shard) -> Array:
-    """Add the projection of `h` by `w` to the residual stream `x`."""
-    if shard.model > 1:
-        exact = x.size <= SMALL_SUM  # larger sums are rounded to the model's type before the all-reduce
-        (y,) = projection(h, w, dtype=jnp.float32 if exact else x.dtype)
-        y = shard.sum_over_model(y).astype(x.dtype)
-    elif bias is None and norm is None:
-        return projection(h, w, residual=x)[0]
-    else:
-        (y,) = projection(h, w)
-    y = biased(y, bias)
-    return x + (y if norm is None else layer.norm(norm)(y))
+    x = add_projection(layer, x, out, attn.o, attn.o_bias, p.attn_post_norm, shard)
+    if isinstance(p.mlp, Experts):
+        return add_experts(layer, p.mlp, x, shard)
+    return add_mlp(layer, p.mlp, x, shard)
 
 
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:

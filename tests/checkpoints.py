@@ -14,9 +14,10 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+from kvjax.config import MLPConfig, MoEConfig
 from kvjax.conversion import CheckpointError, from_hf
 from kvjax.conversion.checkpoint import Checkpoint, expected_shapes
-from kvjax.conversion.gguf_file import FAMILY_OF, gguf_layout
+from kvjax.conversion.gguf_file import ARCHITECTURE_OF, gguf_layout
 from kvjax.conversion.layout import hf_layout
 from kvjax.conversion.loading import open_checkpoint
 from kvjax.models import ModelConfig
@@ -118,11 +119,19 @@ def write_gguf(
         seed: of the weights.
     """
     family = config.family
-    writer = gguf.GGUFWriter(path, next(name for name, other in FAMILY_OF.items() if other == family))
+    writer = gguf.GGUFWriter(path, ARCHITECTURE_OF[family])
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    moes = [kind.mlp for kind in config.kinds if isinstance(kind.mlp, MoEConfig)]
+    dense = [kind.mlp for kind in config.kinds if isinstance(kind.mlp, MLPConfig)]
+    writer.add_feed_forward_length((dense or moes)[0].width)
+    for moe in moes:
+        writer.add_expert_count(moe.experts)
+        writer.add_expert_used_count(moe.per_token)
+        writer.add_expert_feed_forward_length(moe.width)
+        if moe.shared:
+            writer.add_expert_shared_feed_forward_length(moe.shared)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
@@ -137,7 +146,7 @@ def write_gguf(
     rng = np.random.default_rng(seed + 1)
     for name, held in hf_layout(config).items():
         stored, value = by_parameters[held], values[name]
-        if family == "llama" and held[0].endswith((".q", ".k", ".q_bias", ".k_bias")):
+        if ARCHITECTURE_OF[family] == "llama" and held[0].endswith((".q", ".k", ".q_bias", ".k_bias")):
             heads = config.num_heads if held[0].split(".")[-1].startswith("q") else config.num_kv_heads
             stored_value = interleave(value, heads)
         else:
@@ -154,7 +163,8 @@ def write_gguf(
             values[name] = rounded - np.float32(config.norm_offset or 0.0)
         else:
             values[name] = deinterleave(rounded, heads)
-        writer.add_tensor(stored, data, raw_dtype=qtype)
+        experts = moes[0].experts if held[0].endswith("_experts") else 0
+        writer.add_tensor(stored, data.reshape(experts, -1, data.shape[-1]) if experts else data, raw_dtype=qtype)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()

@@ -107,6 +107,38 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
+    ),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            **_plain(1e6),
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_plain(1e6)}),
     # The attention scale is not that of the head dim, and layers with a window have a rotary embedding of their own.
     "gemma-3": (
         "gemma3_text",
@@ -163,8 +195,8 @@ def transformers_model(name: str, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim == 2:
-            fan_in = weight.shape[1]
+        if weight.ndim >= 2:
+            fan_in = weight.shape[-1]
             sharpness = 1.7 if any(part in path for part in ("q_proj.", "k_proj.", "qkv_proj.")) else 1.0
             weight.data = noise * sharpness / fan_in**0.5
         elif path.endswith("bias"):

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.config import MoEConfig
 from kvjax.devices import device_of
 from kvjax.models import Params
+from kvjax.models.params import Experts
 from kvjax.models.sharding import bytes_per_device
 from kvjax.policies import Policy
 from kvjax.policies.layer import CacheLayer
@@ -23,9 +25,18 @@ def bandwidth(device_kind: str) -> float | None:
     return None if device is None else device.bandwidth
 
 
-def weight_bytes(params: Params) -> int:
-    """Bytes of weights that a decode step reads on each device: all of them, except an untied embedding."""
-    return bytes_per_device(params) - (0 if params.head is None else bytes_per_device(params.embed))
+def weight_bytes(params: Params, rows: int = 1) -> int:
+    """Bytes of weights that a decode step of `rows` rows reads on each device.
+
+    All weights are read, except an untied embedding and experts that no row passes through. Experts are counted as if the
+    router chose at random (`MoEConfig.experts_hit`).
+    """
+    unread = 0.0 if params.head is None else float(bytes_per_device(params.embed))
+    for kind, layer in zip(params.config.layers, params.layers, strict=True):
+        if isinstance(kind.mlp, MoEConfig) and isinstance(layer.mlp, Experts):
+            experts = layer.mlp.gate_experts, layer.mlp.up_experts, layer.mlp.down_experts
+            unread += bytes_per_device(experts) * (1 - kind.mlp.experts_hit(rows) / kind.mlp.experts)
+    return bytes_per_device(params) - round(unread)
 
 
 def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -> int:

@@ -85,7 +85,10 @@ def _run(case: Case, params: Params, batch: int, bandwidth: float | None, memory
         state, ttft = jax.block_until_ready(states.filled(policy, specs, case.context)), []
     cache_bytes = bytes_per_device(state.caches)
     state, calls = _decoded(case, engine, state)
-    read = floor.weight_bytes(engine.weights), floor.cache_bytes_read(policy, specs, state.caches)
+    read = (
+        floor.weight_bytes(engine.weights, engine.batch // engine.shard.data),
+        floor.cache_bytes_read(policy, specs, state.caches),
+    )
     del state
     alone = case.prefill and not case.mesh
     compression_seconds = compression.seconds(policy, specs, case.context) if alone else None

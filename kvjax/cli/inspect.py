@@ -11,7 +11,7 @@ from .options import DType, EmbeddingOption, JsonOption, WeightsOption, spelt
 from .progress import bar
 
 if TYPE_CHECKING:
-    from kvjax.config import ModelConfig
+    from kvjax.config import MLPConfig, ModelConfig, MoEConfig
     from kvjax.conversion import Description
 
 
@@ -122,7 +122,7 @@ def _report(
 def _print(report: dict[str, Any], config: "ModelConfig") -> None:
     dtype = report["dtype"]
     windows = sorted({window for window in config.windows if window is not None})
-    widths = " and ".join(dict.fromkeys(str(kind.mlp.width) for kind in config.kinds))
+    widths = " and ".join(dict.fromkeys(_width(kind.mlp) for kind in config.kinds))
     sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
     stored = ", ".join(f"{name} {console.size(count)}" for name, count in report["stored_types"].items())
     tokenizer = "with" if report["tokenizer"] else "without"
@@ -152,6 +152,11 @@ def _print(report: dict[str, Any], config: "ModelConfig") -> None:
     for entry in report["caches"]:
         if "refused" in entry:
             print(entry["refused"])
+
+
+def _width(mlp: "MLPConfig | MoEConfig") -> str:
+    experts = getattr(mlp, "experts", None)
+    return str(mlp.width) if experts is None else f"of {experts} experts of {mlp.width}"
 
 
 def _named(entry: dict[str, Any]) -> str:

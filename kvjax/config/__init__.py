@@ -4,6 +4,7 @@ from .model import AttentionConfig as AttentionConfig
 from .model import LayerConfig as LayerConfig
 from .model import MLPConfig as MLPConfig
 from .model import ModelConfig as ModelConfig
+from .model import MoEConfig as MoEConfig
 from .presets import PRESETS as PRESETS
 from .rope import NO_ROPE as NO_ROPE
 from .rope import Linear as Linear

@@ -89,19 +89,67 @@ class MLPConfig:
     def __post_init__(self) -> None:
         _at_least_one(self, "width")
 
+    @property
+    def active_width(self) -> int:
+        """Hidden units that one token passes through."""
+        return self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts of one layer. A token passes through the experts with the highest router probabilities.
+
+    The router's probabilities are a softmax over all experts, which weights the experts' outputs.
+
+    Attributes:
+        experts: E, number of experts.
+        per_token: number of experts that a token passes through.
+        width: F, hidden units of each expert, which is a gated MLP.
+        normalized: whether the weights of a token's experts are divided by their sum.
+        shared: hidden units of an MLP through which all tokens pass; None without one.
+        shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a projection of its input.
+        activation: activation of the gates.
+    """
+
+    experts: int
+    per_token: int
+    width: int
+    normalized: bool = True
+    shared: int | None = None
+    shared_gate: bool = False
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "experts", "per_token", "width")
+        if self.per_token > self.experts:
+            raise ValueError(f"per_token={self.per_token} must be at most experts={self.experts}")
+        if self.shared is not None:
+            _at_least_one(self, "shared")
+        elif self.shared_gate:
+            raise ValueError("shared_gate needs a shared MLP; give the width of one")
+
+    @property
+    def active_width(self) -> int:
+        """Hidden units that one token passes through."""
+        return self.per_token * self.width + (self.shared or 0)
+
+    def experts_hit(self, tokens: int) -> float:
+        """Expected number of different experts that `tokens` tokens pass through, if a router chooses at random."""
+        return self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One layer: a mixer of tokens, then an MLP. Equal layers are equal values.
+    """One layer: a mixer of tokens, then an MLP or experts. Equal layers are equal values.
 
     Attributes:
         mixer: attention.
-        mlp: the MLP.
+        mlp: the MLP, or the mixture of experts.
         norms: where the layer has RMS norms.
     """
 
     mixer: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | MoEConfig
     norms: Norms = "pre"
 
 

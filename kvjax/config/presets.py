@@ -1,6 +1,6 @@
 """Configurations of well-known models, for benchmarks and memory plans that need no weights."""
 
-from .model import ModelConfig
+from .model import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from .rope import Llama3, RopeConfig
 
 PRESETS = {
@@ -54,6 +54,20 @@ PRESETS = {
         norm_eps=1e-6,
         qkv_bias=True,
     ),
+    "qwen3-30b-a3b": ModelConfig(
+        family="qwen3_moe",
+        vocab_size=151936,
+        hidden_size=2048,
+        layers=(
+            LayerConfig(
+                AttentionConfig(32, 4, 128, RopeConfig(theta=1000000.0, dim=128), qk_norm=True),
+                MoEConfig(experts=128, per_token=8, width=768),
+            ),
+        )
+        * 48,
+        max_position=40960,
+        norm_eps=1e-6,
+    ),
     "smollm2-135m": ModelConfig.uniform(
         family="llama",
         vocab_size=49152,
@@ -75,6 +89,7 @@ _HUB = {
     "meta-llama/llama-3.1-70b": "llama-3.1-70b",
     "meta-llama/llama-2-7b": "llama-2-7b",
     "qwen/qwen2.5-7b": "qwen2.5-7b",
+    "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
     "huggingfacetb/smollm2-135m": "smollm2-135m",
 }
 """Presets by Hugging Face hub id of the base model, in lower case."""

@@ -316,7 +316,7 @@ class _Question:
             return dataclasses.replace(bare, refused=str(error))
         cached, on_host, cache_read = cache_bytes(engine)
         stays, rest = bytes_per_device(engine.weights), self._workspace(engine)
-        read = floor.weight_bytes(engine.weights) + cache_read
+        read = floor.weight_bytes(engine.weights, engine.batch // engine.shard.data) + cache_read
         sums = step_sums(engine.config) + engine.sharded_caches if engine.shard.model > 1 else 0
         per_sum = 4 * batch // data * engine.config.hidden_size
         sums_s = None if device is None else sums_seconds(device, sums, per_sum)

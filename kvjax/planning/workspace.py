@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+from kvjax.models.params import MLP
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
 from kvjax.policies.layer import CacheLayer, held_bytes
@@ -52,10 +53,12 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     kinds = c.kinds
     heads = max((x.mixer.num_heads + 2 * x.mixer.num_kv_heads) * x.mixer.head_dim for x in kinds) // shard.heads
     tokens = rows * (engine.block or engine.specs[0].prompt_len)
-    width = max(2 * heads, 2 * max(x.mlp.width for x in kinds) // shard.model)
+    width = max(2 * heads, 2 * max(x.mlp.active_width for x in kinds) // shard.model)
     logits = 4 * rows * c.vocab_size
-    mlp = engine.weights.layers[0].mlp
-    floats = 2 * math.prod(mlp.gate.shape) // shard.model * itemsize if isinstance(mlp.gate, GroupedMatrix) else 0
+    # Experts are dequantised one at a time.
+    gates = [each.mlp.gate for each in engine.weights.layers if isinstance(each.mlp, MLP)]
+    wide = max((math.prod(gate.shape) for gate in gates if isinstance(gate, GroupedMatrix)), default=0)
+    floats = 2 * wide // shard.model * itemsize
     keys = max(x.mixer.num_kv_heads * x.mixer.head_dim for x in kinds) // shard.heads
     pairs = 2 * tokens * keys * itemsize
     reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax._util import files, user_files
-from kvjax.config import ModelConfig
+from kvjax.config import MLPConfig, ModelConfig
 
 from .info import PolicyError
 
@@ -198,7 +198,7 @@ def fingerprint(config: ModelConfig) -> str:
     """
     config = config.for_policy
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    if config.differ_in_windows_only:
+    if config.differ_in_windows_only and isinstance(config.layers[0].mlp, MLPConfig):
         sizes = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers
         shape = repr((config.family, sizes, heads, config.rope, config.qk_norm, config.windows))
     else:

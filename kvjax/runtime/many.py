@@ -105,7 +105,7 @@ def _all_fit(run: Run, longest: int) -> bool:
     if limit is None:
         return True
     tokens = min(count * longest, max(longest, GROUP_TOKENS))
-    width = 3 * config.hidden_size + 2 * max(kind.mlp.width for kind in config.kinds) // run.shard.model
+    width = 3 * config.hidden_size + 2 * max(kind.mlp.active_width for kind in config.kinds) // run.shard.model
     prefill = PREFILL_FACTOR * tokens * width * run.params.dtype.itemsize
     part = run.params, run.mesh
     cache = count * _batch(run, part, run.rows, 1).row_bytes

@@ -29,6 +29,7 @@ GEMMA3: dict[str, Any] = {
     "rope_local_base_freq": 5000.0,
     "final_logit_softcapping": 30.0,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased": {"attention_bias": True},
@@ -37,6 +38,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "phi3": {"model_type": "phi3", "sliding_window": 20},
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
+    "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
+    "qwen3moe-mixed": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "qwen2moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3},
     "gemma3": GEMMA3,
     "gemma3-every": {key: value for key, value in GEMMA3.items() if key != "layer_types"}
     | {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -231,7 +242,7 @@ def test_longrope_from_factor_tensors(tmp_path: Path, original: int, factor: flo
     ("kind", "metadata", "extra", "message"),
     [
         ("MXFP4", {}, {}, r"tensor token_embd.weight has type MXFP4; supported are F32, F16, BF16, Q8_0, Q4_0"),
-        ("F32", {"llama.expert_count": 8}, {}, r"a mixture of 8 experts; only dense models are supported"),
+        ("F32", {"llama.expert_count": 8}, {}, r"a mixture of 8 experts, but no layer has a ffn_gate_inp.weight"),
         ("F32", {"llama.rope.scaling.type": "longrope"}, {}, r"unsupported rope scaling 'longrope'"),
         (
             "F32",

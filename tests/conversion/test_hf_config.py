@@ -10,12 +10,15 @@ from checkpoints import HF_CONFIG
 from kvjax.config import Linear, Llama3, LongRope, ModelConfig, Yarn
 from kvjax.conversion import CheckpointError, from_hf, to_hf
 from kvjax.conversion.config_json import config_from_json, config_to_json
+from kvjax.conversion.gguf_file import ARCHITECTURES
 from kvjax.conversion.hf_config import FAMILIES
+from kvjax.conversion.refused import REFUSED
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
 GLM = {"model_type": "glm", "head_dim": 8, "eos_token_id": [1, 2]}
 
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA3 = {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16, "rope_theta": 1e6}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,6 +50,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
+    "qwen3-moe": EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3-moe-mixed": EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
+    "qwen2-moe": EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 16},
     "gemma3": GEMMA3,
     "gemma3-4b": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "attention_bias": True},
     "gemma3-27b": GEMMA3 | {"query_pre_attn_scalar": 10, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
@@ -223,6 +230,10 @@ LEAST = {
 def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     fields = LEAST | {"model_type": family} | change
+    if change and family in ("qwen2_moe", "qwen3_moe"):
+        with pytest.raises(CheckpointError, match=f"use_sliding_window of a {family} model is not supported"):
+            from_hf(fields)
+        return
     config = from_hf(fields)
     theirs = transformers.AutoConfig.for_model(**fields)
     assert config.num_kv_heads == theirs.num_key_value_heads
@@ -331,6 +342,24 @@ def test_the_text_part_of_a_multimodal_model() -> None:
 def test_what_gemma_3_cannot_have(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         from_hf({"model_type": "gemma3_text"} | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gemma2", "attention logits are capped"),
+        ("deepseek_v3", r"multi-head latent attention \(MLA\) is not implemented"),
+        ("qwen3_next", "layers without attention are not implemented"),
+        ("gemma4", "heads of several sizes"),
+    ],
+)
+def test_families_that_are_refused_have_a_reason(family: str, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=f"unknown model_type '{family}'.* It is not supported because {reason}"):
+        from_hf({"model_type": family})
+
+
+def test_no_supported_family_is_refused() -> None:
+    assert not REFUSED.keys() & {*FAMILIES, *ARCHITECTURES}
 
 
 def test_floats_for_lengths() -> None:

@@ -1,0 +1,48 @@
+"""Adding outputs of attention and MLP to the residual stream, with the all-reduce of devices that share a model."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Shard
+from kvjax.pallas_kernels import Matrix, projection
+
+from .layer import Layer, biased
+
+SMALL_SUM = 16384
+"""Maximum elements of an all-reduce in float32, regardless of the model's type. 64 KiB take as long to send as 32."""
+
+
+def add_projection(
+    layer: Layer,
+    x: Float[Array, "... D"],
+    h: Float[Array, "... F"],
+    matrix: Matrix,
+    bias: Array | None,
+    norm: Array | None,
+    shard: Shard,
+) -> Float[Array, "... D"]:
+    """Add the projection of `h`, with a bias and a norm if the layer has them, to the residual stream `x`."""
+    if shard.model == 1 and bias is None and norm is None:
+        return projection(h, matrix, residual=x)[0]
+    (y,) = projection(h, matrix, dtype=_summed_type(x, shard))
+    return add_summed(layer, x, y, bias, norm, shard)
+
+
+def add_summed(
+    layer: Layer,
+    x: Float[Array, "... D"],
+    y: Float[Array, "... D"],
+    bias: Array | None,
+    norm: Array | None,
+    shard: Shard,
+) -> Float[Array, "... D"]:
+    """Add `y`, of which each device has a summand, to the residual stream `x`. Other arguments as for `add_projection`."""
+    if shard.model > 1:
+        y = shard.sum_over_model(y.astype(_summed_type(x, shard)))
+    y = biased(y.astype(x.dtype), bias)
+    return x + (y if norm is None else layer.norm(norm)(y))
+
+
+def _summed_type(x: Array, shard: Shard) -> jnp.dtype:
+    """Type of summands: larger ones are rounded to the model's type before the all-reduce."""
+    return jnp.dtype(jnp.float32) if shard.model > 1 and x.size <= SMALL_SUM else x.dtype
