@@ -40,18 +40,32 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     if function.__name__ == "__init__" or names & UNCHECKED or not function.__annotations__:
         return function
     checked: Callable[..., Any] | None = None
+    sized = True
 
     @functools.wraps(function)
     def checked_when_called(*args: Any, **options: Any) -> Any:
         # Beartype takes a millisecond a function, and most processes call few of the thousands.
-        nonlocal checked
+        nonlocal checked, sized
         __tracebackhide__ = True
         if checked is None:
-            checked = _checked(function)
+            checked, sized = _checked(function), _has_sizes(function)
+        if not sized:
+            return checked(*args, **options)
         with sizes("context"):
             return checked(*args, **options)
 
     return checked_when_called
+
+
+def _has_sizes(function: Any) -> bool:
+    """Whether a function's annotations have shapes. Most have none, and a context for their sizes takes longer than the checks."""
+    hints = [_resolved(hint, function) for hint in function.__annotations__.values()]
+    while hints:
+        hint = hints.pop()
+        if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+            return True
+        hints.extend(typing.get_args(hint))
+    return False
 
 
 def _checked(function: Any) -> Callable[..., Any]:
