@@ -117,6 +117,15 @@ def test_a_call_decodes_in_place(tiny):
         assert program.executables[-1].memory_analysis().alias_size_in_bytes >= 0.95 * held
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_bytes_of_a_row_are_those_of_the_batch(mixed, tiny):
+    """Also for a policy that gives one prompt of a known size fewer slots."""
+    options = {"prompt_len": 160, "max_new_tokens": 18, "mixed": mixed}
+    one, two = (Batch(tiny, "pyramidkv:24,window=4", rows=rows, **options) for rows in (1, 2))
+    assert 2 * two.row_bytes == two.engine.cache_bytes
+    assert (one.row_bytes == two.row_bytes) == mixed
+
+
 @pytest.mark.parametrize(
     ("job", "says"),
     [

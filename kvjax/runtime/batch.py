@@ -152,7 +152,8 @@ class Batch:
                 "mesh: a running batch has no axis 'data'; make a batch for each index of it, with `kvjax.models.sharding.along_data`"
             )
         self.policy, self.rows = self.engine.policy, rows
-        self.specs = tuple(dataclasses.replace(spec, mixed=mixed) for spec in self.engine.specs)
+        # Several rows have slots for prompts of any length, so each is prefilled into as many.
+        self.specs = tuple(dataclasses.replace(spec, mixed=mixed or rows > 1) for spec in self.engine.specs)
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling, self.scaled_logprobs = frozenset(sampling), scaled_logprobs

@@ -13,12 +13,12 @@ from kvjax.evals.measure import prepare
 from kvjax.evals.plan import make_batches
 from kvjax.evals.task import Format
 
-WORDS = ("ab", "cdef", "ghijkl")
+WORDS = ("ab", "abc", "abd")
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Contexts of two lengths, with questions and answers of several."""
+    """Contexts of two sizes with questions of several lengths. They make three batches."""
 
     name: str = "words"
 
