@@ -1,5 +1,6 @@
 """Entry point of the `kvjax` command and of `python -m kvjax`."""
 
+import atexit
 import os
 import sys
 
@@ -8,6 +9,19 @@ import sys
 
 def main() -> None:
     """Run the command line. Entry point of the `kvjax` script."""
+    code = 0
+
+    def end_at_once() -> None:
+        # XLA's threads may still run what Ctrl-C interrupted. They crash when Python unloads XLA, so it does not.
+        if code == 130:
+            import contextlib
+
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed or full
+                    stream.flush()
+            os._exit(code)
+
+    atexit.register(end_at_once)  # before all others, so it runs after them
     try:
         from kvjax._util import standard_streams
 

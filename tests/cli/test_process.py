@@ -200,6 +200,24 @@ def test_ctrl_c_while_libraries_start_up(environment: dict[str, str], checkpoint
     assert process.returncode in (130, -signal.SIGINT)  # the latter before Python itself has started
 
 
+@pytest.mark.parametrize(
+    ("ends", "seen"), [("raise KeyboardInterrupt", ""), ("return 130", ""), ("return 1", "unloaded\n")]
+)
+def test_nothing_is_unloaded_after_ctrl_c(environment: dict[str, str], ends: str, seen: str) -> None:
+    """XLA's threads may still run, and crash then. What is to be done at the end of Python is done, and output is flushed."""
+    script = (
+        "import atexit, os, sys, kvjax.__main__ as command\n"
+        "class Unloaded:\n    def __del__(self, write=os.write): write(2, b'unloaded\\n')\n"
+        "kept = Unloaded()\n"
+        "def run():\n    atexit.register(os.write, 2, b'cleaned up\\n'); print('shown')\n"
+        f"    {ends}\n"
+        "command.run = run; command.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1 if seen else 130, "shown\n")
+    assert done.stderr == "cleaned up\n" + seen
+
+
 def test_ctrl_c_in_a_callback_is_not_lost(environment: dict[str, str]) -> None:
     """Python drops what is raised there; other errors it tells as ever."""
     script = (
