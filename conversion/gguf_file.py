@@ -464,8 +464,7 @@ def _layers(
 
     def layer(i: int, window: int | None) -> LayerConfig:
         own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
-        has_experts = moe is not None and f"blk.{i}.ffn_gate_inp.weight" in tensors
-        return LayerConfig(own, moe if has_experts and moe is not None else mlp, family.norms)
+        return LayerConfig(own, moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp, family.norms)
 
     return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)))
 

@@ -229,6 +229,25 @@ def test_how_fast_a_million_tokens_are_read():
     assert f"{max(row['peak_bytes'] for row in rows) / 1e9:.1f}" == told[8]
 
 
+def test_conclusions_above_the_tables_of_speed():
+    """The bold sentences have the tables' own extremes."""
+    overheads = [float(found) for found in re.findall(r"\(([+-][\d.]+) %\)", tables.first_token())]
+    assert f"adds at most {max(overheads):.0f} % to the time to first token" in SPEED
+    (first,) = (
+        r for r in tables.rows("first-token-h100.json") if (r["policy"], r["prompt"], r["rows"]) == ("full", 16384, 1)
+    )
+    assert f"On one H100, the first token after 16,384 tokens takes {first['ttft_s']:.3f} s." in SPEED
+    slowdowns = {f"{r['times_floor']:.1f}" for r in tables.rows("decode-rounds-h200.json") if r["policy"] != "full"}
+    assert slowdowns == {"1.3"}
+    assert "other eviction: 1.3 times the bandwidth bound" in SPEED
+    seconds = [r["seconds"] for r in tables.rows("long-context-h200.json") if r["tokens"] < 5_000_000]
+    assert f"one million tokens takes {min(seconds):.0f} to {max(seconds):.0f} s" in SPEED
+    losses = re.findall(
+        r"question-aware \| (\d+) ±", quality_tables.reading_in_blocks(quality_tables.BLOCK_SIZE_MODELS[0])
+    )
+    assert f"costs methods that score by the last queries {min(losses)} to {max(losses)} points" in QUALITY
+
+
 def test_memory_does_not_grow_with_what_is_read():
     """What is in use after a tenth of a text is in use at its end."""
     marks = [row["marks"] for row in tables.rows("long-context-h200.json") if "in_use_bytes" in row["marks"][0]]

@@ -11,7 +11,7 @@ from .rope import Rope, RopeConfig
 MAX_LAYERS = 4096
 """Limit on the number of layers, far above that of any model. A configuration with more is damaged."""
 
-_MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**31 - 1
 """Largest position that int32 can count."""
 
 Norms = Literal["pre", "both"]
@@ -407,7 +407,7 @@ class ModelConfig:
         extended = min(
             self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings
         )
-        return min(max(self.max_position, extended), _MOST_TOKENS)
+        return min(max(self.max_position, extended), MOST_TOKENS)
 
     @functools.cached_property
     def rope_changes_after(self) -> int | None:

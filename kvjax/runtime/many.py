@@ -19,7 +19,7 @@ from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.memory import memory_limit
-from kvjax.runtime.reading import GROUP_TOKENS
+from kvjax.runtime.reading import rows_together
 from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import Greedy
 from kvjax.runtime.scheduler import Schedulers, Ticket
@@ -36,7 +36,7 @@ ALIKE = 0.75
 """Longer lists do so too if the padded prompts have this share of tokens, and if all caches and the prefill fit."""
 
 PREFILL_FACTOR = 4
-"""Bytes of prefill per token over those of the residual stream, its norm and the MLP. 3 were measured on an H100 with
+"""Bytes that prefill needs per token, divided by those of the residual stream, its norm and the MLP. An H100 needed 3 with
 Llama-3.1-8B's shape.
 """
 
@@ -104,12 +104,16 @@ def _all_fit(run: Run, longest: int) -> bool:
         return False
     if limit is None:
         return True
-    tokens = min(count * longest, max(longest, GROUP_TOKENS))
+    batch = _batch(run, (run.params, run.mesh), run.rows, count)
+    if run.prefill_block:
+        tokens = count * run.prefill_block
+    else:
+        tokens = longest * rows_together(batch.policy, batch.specs, count, longest)
     width = 3 * config.hidden_size + 2 * max(kind.mlp.active_width for kind in config.kinds) // run.shard.model
-    prefill = PREFILL_FACTOR * tokens * width * run.params.dtype.itemsize
-    part = run.params, run.mesh
-    cache = count * _batch(run, part, run.rows, 1).row_bytes
-    return bytes_per_device(run.params) + cache + prefill <= SHARE * limit
+    itemsize = run.params.dtype.itemsize
+    # Some policies keep all keys and values of the prompts until they compress.
+    prefill = PREFILL_FACTOR * tokens * width * itemsize + config.cache_bytes_per_token(itemsize) * tokens
+    return bytes_per_device(run.params) + count * batch.row_bytes + prefill <= SHARE * limit
 
 
 def through_batches(run: Run) -> Iterator[list[int]]:

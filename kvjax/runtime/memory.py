@@ -12,11 +12,9 @@ from jax.sharding import Mesh
 
 from kvjax.cache import Shard, layer_specs
 from kvjax.config import ModelConfig
+from kvjax.config.model import MOST_TOKENS
 from kvjax.policies import Policy, PolicyError, get_policy
 from kvjax.policies.layer import held_bytes
-
-_MOST_TOKENS = (1 << 31) - 1
-"""Largest number of tokens that int32 can count."""
 
 _POWERS = {letter: i for i, letter in enumerate("KMGT", 1)}
 _UNITS = {"": 1} | {k: 1000**i for k, i in _POWERS.items()} | {f"{k}I": 1024**i for k, i in _POWERS.items()}
@@ -89,7 +87,7 @@ def largest_cache(policy: Policy, config: ModelConfig, memory: int, dtype: Any =
 
     # Where all layers have windows, a larger budget keeps no more, and the cache stops growing with the sequence.
     windows = [math.inf if window is None else window for window in config.windows]
-    most = math.inf if math.inf in windows else max(windows) if has_budget else _MOST_TOKENS
+    most = math.inf if math.inf in windows else max(windows) if has_budget else MOST_TOKENS
     # Start from what fits if slots hold only keys and values, times a power of two.
     high = int(min(memory // config.cache_bytes_per_token(jnp.dtype(dtype).itemsize) + 1, most))
     while (above := nbytes(high)) <= memory:

@@ -46,10 +46,8 @@ def read_prompts(
         Logits of each row's last token, and one state per layer.
     """
     rows = tokens.shape[0]
-    layers = layers_of(policy, [dataclasses.replace(spec, batch=_together(rows, tokens.shape[1])) for spec in specs])
-    size = layers[0].spec.batch
-    if size < rows and not all(_is_by_rows(layer) for layer in dict.fromkeys(layers)):
-        layers, size = layers_of(policy, specs), rows
+    size = rows_together(policy, specs, rows, tokens.shape[1])
+    layers = layers_of(policy, [dataclasses.replace(spec, batch=size) for spec in specs])
     read = replay.prefill if replay.replays(layers) else transformer.prefill
     if size == rows:
         return read(params, tokens, lengths, total, layers)
@@ -96,10 +94,14 @@ def _empty(layer: CacheLayer[Any], rows: int) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), jax.eval_shape(layer.init))
 
 
-def _together(rows: int, length: int) -> int:
-    """Number of rows that are prefilled together: a divisor of `rows`."""
+def rows_together(policy: Policy, specs: Sequence[LayerSpec], rows: int, length: int) -> int:
+    """Number of rows that are prefilled together, if prompts are padded to `length`: a divisor of `rows`."""
     most = max(GROUP_TOKENS // max(length, 1), 1)
-    return max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
+    size = max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
+    if size == rows:
+        return rows
+    layers = layers_of(policy, [dataclasses.replace(spec, batch=size) for spec in specs])
+    return size if all(_is_by_rows(layer) for layer in dict.fromkeys(layers)) else rows
 
 
 def _is_by_rows(layer: CacheLayer[Any]) -> bool:
