@@ -96,12 +96,17 @@ def _empty(layer: CacheLayer[Any], rows: int) -> Any:
 
 def rows_together(policy: Policy, specs: Sequence[LayerSpec], rows: int, length: int) -> int:
     """Number of rows that are prefilled together, if prompts are padded to `length`: a divisor of `rows`."""
-    most = max(GROUP_TOKENS // max(length, 1), 1)
-    size = max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
+    size = _together(rows, length)
     if size == rows:
         return rows
     layers = layers_of(policy, [dataclasses.replace(spec, batch=size) for spec in specs])
     return size if all(_is_by_rows(layer) for layer in dict.fromkeys(layers)) else rows
+
+
+def _together(rows: int, length: int) -> int:
+    """Largest divisor of `rows` whose padded prompts have at most `GROUP_TOKENS` tokens; at least 1."""
+    most = max(GROUP_TOKENS // max(length, 1), 1)
+    return max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
 
 
 def _is_by_rows(layer: CacheLayer[Any]) -> bool:
