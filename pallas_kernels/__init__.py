@@ -46,7 +46,6 @@ from .prefill_attention import Stripes as Stripes
 from .prefill_attention import block_attention as block_attention
 from .prefill_attention import partial_block_attention as partial_block_attention
 from .prefill_attention import prefill_attention as prefill_attention
-from .projection import FEW_ROWS as FEW_ROWS
 from .projection import GroupedMatrix as GroupedMatrix
 from .projection import Int8Matrix as Int8Matrix
 from .projection import Matrix as Matrix

@@ -21,7 +21,7 @@ from kvjax._util.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import is_of_one_process, partitions
-from kvjax.pallas_kernels import FEW_ROWS
+from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
 from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed

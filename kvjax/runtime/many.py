@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from kvjax.cache import Shard, bucket
 from kvjax.models import Params
 from kvjax.models.sharding import along_data, bytes_per_device
-from kvjax.pallas_kernels import FEW_ROWS
+from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime.batch import Batch, Job

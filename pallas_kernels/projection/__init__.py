@@ -13,5 +13,4 @@ from .quantized import Int8Matrix as Int8Matrix
 from .quantized import Matrix as Matrix
 from .quantized import QuantizedMatrix as QuantizedMatrix
 from .quantized import is_quantized as is_quantized
-from .types import FEW_ROWS as FEW_ROWS
 from .types import Norm as Norm
