@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.tables import decoded
-from kvjax.policies.registry import policies
+from kvjax.policies import policies
 from reproduction import block_sizes
 from reproduction.equal_bytes import merged
 
