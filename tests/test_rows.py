@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from policies.driver import compositions, every_policy
+from policies.driver import compositions, each, every_policy
 from schedules import LONGEST, Ran, check, jobs, lone
 
 import kvjax
@@ -39,8 +39,7 @@ def test_many_schedules(policy, running):
     check(*running(policy), range(5, 55))
 
 
-@pytest.mark.slow
-@named
+@each(POLICIES, later=True)
 def test_rows_are_those_of_generate(policy, running, tiny):
     """Up to rounding, which changes no token here."""
     _, alone = running(policy)
@@ -75,8 +74,8 @@ def test_each_row_has_its_own_sampler(tiny):
     ]
     batch = Batch(tiny, rows=4, prompt_len=64, max_new_tokens=12, sampling={"temperature", "top_k", "top_p", "min_p"})
     begin = []
-    for row, each in enumerate(options):
-        job = Job(prompt, 12, seed=row, sampler=make_sampler(**each))
+    for row, sampler in enumerate(options):
+        job = Job(prompt, 12, seed=row, sampler=make_sampler(**sampler))
         begin.append(int(batch.insert(batch.read(job), job, row).token[0]))
     call = batch.serve(16)
     for row, each in enumerate(options):
@@ -146,23 +145,25 @@ def test_what_does_not_go(tiny):
         Batch(tiny, "offloaded(clusterkv)", rows=2, prompt_len=64, max_new_tokens=8)
 
 
-@pytest.mark.parametrize(
-    ("policy", "chips"),
-    [
-        *(
-            pytest.param(policy, chips, marks=pytest.mark.slow)
-            for policy in ("full", "rkv:1024")
-            for chips in ("v5e", "v5e:2x2")
-        ),
-        *(
-            pytest.param(policy, "v5e", marks=pytest.mark.long)
-            for policy in ("snapkv:1024", "treekv:1024", "clusterkv:1024")
-        ),
-        pytest.param("rkv:1024", "v6e", marks=pytest.mark.long),
-    ],
-)
+def chips_and_blocks() -> list[Any]:
+    """Policies, chips and sizes of a block. Those whose prompts are read in blocks, by a policy that waits and by one that does not, are slow, all others long."""
+    slow = [(policy, chips) for policy in ("full", "rkv:1024") for chips in ("v5e", "v5e:2x2")]
+    more = [*((policy, "v5e") for policy in ("snapkv:1024", "treekv:1024", "clusterkv:1024")), ("rkv:1024", "v6e")]
+    return [
+        pytest.param(
+            policy,
+            chips,
+            block,
+            marks=pytest.mark.slow if block and (policy, chips) in slow else pytest.mark.long,
+            id=f"{policy}-{chips}-{'blocks' if block else 'whole'}",
+        )
+        for policy, chips in (*slow, *more)
+        for block in (None, 512)
+    ]
+
+
 @pytest.mark.optimised
-@pytest.mark.parametrize("block", [None, 512], ids=["whole", "blocks"])
+@pytest.mark.parametrize(("policy", "chips", "block"), chips_and_blocks())
 def test_programs_for_tpus_reuse_the_memory_of_the_batch(policy, chips, block):
     """Two layers of Llama-3.1-8B's width, by the TPU's own compiler: reading, inserting, and decoding rows that are out of phase."""
     from kvjax.config import PRESETS

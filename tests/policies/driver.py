@@ -146,12 +146,17 @@ TRANSFORMS = {"recompress": "slow", "critical": "long", "thresholded": "long"}
 """Tiers of transforms whose parts others have. Those of policies are in `facts.Facts`."""
 
 
-def each(policies: list[Policy]) -> pytest.MarkDecorator:
-    """One test for every policy."""
+LATER = {"default": "slow", "slow": "long", "long": "long"}
+"""The tier of a policy where a test takes much longer than others of every policy."""
+
+
+def each(policies: list[Policy], later: bool = False) -> pytest.MarkDecorator:
+    """One test for every policy, in the policy's tier, or with `later` in the one after it."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
         outer = name.partition("(")[0]
         tier = TRANSFORMS.get(outer, facts_of(outer).tier)
+        tier = LATER[tier] if later else tier
         return [] if tier == "default" else [getattr(pytest.mark, tier)]
 
     named = [(policy.info.name or type(policy).__name__, policy) for policy in policies]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernels.ahead_of_time import compile_for, temporaries
+from policies.facts import facts_of
 from policies.surrogates import model_inputs
 
 from kvjax.cache import layer_specs
@@ -15,7 +16,7 @@ from kvjax.models import ModelConfig, abstract
 from kvjax.policies import Policy, get_policy, policies
 from kvjax.runtime import decoding
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimised]
+pytestmark = pytest.mark.optimised
 
 LAYERS = {"chelsea": 8}
 """Layers, where not three: enough for policies that treat the first two differently, and more than may be copied."""
@@ -39,8 +40,18 @@ def policy_for(name: str, config: ModelConfig) -> Policy:
     return get_policy(name, **options).bind(config)
 
 
+def tier(name: str) -> pytest.MarkDecorator:
+    """Policies that are built from the same parts as others, and need no more room, are among the long tests."""
+    return pytest.mark.slow if facts_of(name).tier == "default" or name in WORKSPACE else pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    ("name", "generation"), [*((name, "v5e") for name in NAMES), ("treekv", "v6e"), ("quest", "v6e")]
+    ("name", "generation"),
+    [
+        *(pytest.param(name, "v5e", marks=tier(name)) for name in NAMES),
+        pytest.param("treekv", "v6e", marks=pytest.mark.slow),
+        pytest.param("quest", "v6e", marks=pytest.mark.slow),
+    ],
 )
 def test_a_decode_step_copies_no_cache(name, generation):
     """What a step needs besides weights and cache is less than one layer's cache, so no layer's is copied."""

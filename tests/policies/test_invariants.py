@@ -238,8 +238,7 @@ def test_rows_without_a_token_do_not_change(policy):
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
-@pytest.mark.slow  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
-@each(TIGHT)
+@each(TIGHT, later=True)  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 def test_rows_are_independent(policy, tiny):
     fits = policy.info.refits_values  # least squares, which make differences of other shapes' rounding larger
     as_if_alone(tiny, PROMPTS, policy=policy, atol=1e-4 if fits else 2e-5, **GREEDY)

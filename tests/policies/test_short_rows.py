@@ -68,8 +68,14 @@ def test_short_rows_beside_a_long_one_stay_whole(name):
             assert heads == [list(range(length))] * 2, length
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [100, 0.25, 0.9])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(SHARE, marks=pytest.mark.slow),
+        pytest.param(100, marks=pytest.mark.long),
+        pytest.param(0.9, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", [*policies(), *COMBINED])
 def test_short_rows_are_what_they_are_alone(name, budget):
     """To what they hold, and to the outputs of the first steps."""
