@@ -78,8 +78,8 @@ def test_each_row_has_its_own_sampler(tiny):
         job = Job(prompt, 12, seed=row, sampler=make_sampler(**sampler))
         begin.append(int(batch.insert(batch.read(job), job, row).token[0]))
     call = batch.serve(16)
-    for row, each in enumerate(options):
-        want = kvjax.generate(tiny, prompt, max_new_tokens=12, seed=row, ignore_eos=True, **each).tokens
+    for row, sampler in enumerate(options):
+        want = kvjax.generate(tiny, prompt, max_new_tokens=12, seed=row, ignore_eos=True, **sampler).tokens
         assert [begin[row], *call.tokens[row][:11].tolist()] == want
 
 
