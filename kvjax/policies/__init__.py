@@ -18,6 +18,7 @@ from .layer import CacheLayer as CacheLayer
 from .layer import WrappedLayer as WrappedLayer
 from .layer import prefill_alone as prefill_alone
 from .methods import *  # noqa: F403
+from .partitions import partition_specs as partition_specs
 from .profile import HeadProfile as HeadProfile
 from .registry import policies as policies
 from .registry import policy_class as policy_class

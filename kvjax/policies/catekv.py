@@ -18,7 +18,7 @@ from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.scoring import last_queries
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyError, PolicyInfo, not_bound
 from .layer import CacheLayer, Carry, read_as_prompt
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
@@ -259,7 +259,7 @@ class CateKV(Policy):
         return by_head({"consistent": Consistent(self._layout), "adaptive": adaptive}, labels).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
+        raise not_bound(self.info)
 
     @property
     def _layout(self) -> Layout:

@@ -12,7 +12,7 @@ from kvjax.config import ModelConfig
 from .base import Policy
 from .fields import check_fields
 from .full import Full
-from .info import PolicyError, PolicyInfo
+from .info import PolicyError, PolicyInfo, not_bound
 from .layer import CacheLayer
 from .profile import HeadProfile, Labels, find, missing
 from .registry import register
@@ -113,7 +113,7 @@ class DuoAttention(Policy):
         return by_head({RETRIEVAL: retrieval, STREAMING: self._streaming}, labels).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
+        raise not_bound(self.info)
 
     @property
     def _streaming(self) -> Streaming:

@@ -82,3 +82,8 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         trained=any(info.trained for info in infos),
         positions="cache_rank" if all(info.positions == "cache_rank" for info in infos) else "original",
     )
+
+
+def not_bound(info: PolicyInfo) -> PolicyError:
+    """Return the error of a policy whose layers exist only for a model, see `Policy.bind`."""
+    return PolicyError(f"{info.name}: the policy is not bound to a model. Use the result of bind(config).")

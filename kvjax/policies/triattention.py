@@ -17,7 +17,7 @@ from .families.rounds import RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .families.trigonometry import MeanQueries, frequencies, pairs
 from .fields import check_fields
-from .info import PolicyError, PolicyInfo
+from .info import PolicyError, PolicyInfo, not_bound
 from .layer import CacheLayer
 from .profile import find, missing
 from .registry import register
@@ -137,7 +137,7 @@ class TriAttention(PromptScorer):
     def _statistics(self, spec: LayerSpec) -> list[Float[Array, "K G F"]]:
         """Re μ, Im μ and ρ of the layer's query heads, by KV head."""
         if not isinstance(self.profile, MeanQueries):
-            raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
+            raise not_bound(self.info)
         found, group = self.profile.layer(spec.layer, spec.head_dim), spec.num_heads // spec.num_kv_heads
         if spec.kv_heads is not None:
             found = found[query_heads(np.asarray(spec.kv_heads), group)]

@@ -3,8 +3,6 @@
 Each device runs the whole program, loops included, on its part (`jax.shard_map`). XLA's partitioner decides nothing.
 """
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,12 +14,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import RUN, LayerSpec, Shard, global_order, host_memory, shard_order, slots_of_leaves
-from kvjax.cache.shard import COPIES, DATA, HEADS, ONE_DEVICE, SLOTS
+from kvjax.cache.shard import COPIES, DATA, HEADS, SLOTS
 from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.models.params import name_of
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of, place_all
-from kvjax.policies import Policy, PolicyError
+from kvjax.policies import Policy
+from kvjax.policies.partitions import is_partition, state_axes
 from kvjax.policies.sharded import sharded
 from kvjax.policies.unbound import check_no_host_cache
 
@@ -62,18 +61,15 @@ def on_mesh(params: Params, mesh: Mesh | str | None, policy: Policy | None = Non
 
 
 def state_partitions(policy: Policy, specs: Sequence[LayerSpec]) -> tuple[Any, ...]:
-    """Partitions of the caches. The axes of rows and KV heads are found by doubling both.
-
-    An axis that shrinks when slots are sharded is the slot axis.
-    """
-    return tuple(_layer_partitions(policy, spec) for spec in specs)
+    """Partitions of the caches, see `kvjax.policies.partitions`."""
+    return tuple(state_axes(policy, spec) for spec in specs)
 
 
 def sharded_caches(policy: Policy, specs: Sequence[LayerSpec]) -> int:
     """Number of caches with sharded slots: at most one per layer, or per group of heads."""
     found = 0
     for spec, partitions in zip(specs, state_partitions(policy, specs), strict=True):
-        leaves = jax.tree.leaves(partitions, is_leaf=_is_partition)
+        leaves = jax.tree.leaves(partitions, is_leaf=is_partition)
         own = jax.eval_shape(sharded(policy.layer(spec)).init)
         caches = [
             getattr(x, "slot_shards", 1) > 1 for x in jax.tree.leaves(own, is_leaf=lambda x: hasattr(x, "slot_shards"))
@@ -89,7 +85,7 @@ def repeated_bytes(policy: Policy, specs: Sequence[LayerSpec]) -> int:
         return 0
     total = 0
     for spec in specs:
-        partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
+        partitions = jax.tree.leaves(state_axes(policy, spec), is_leaf=is_partition)
         own = jax.tree.leaves(jax.eval_shape(sharded(policy.layer(spec)).init))
         total += sum(x.size * x.dtype.itemsize for x, each in zip(own, partitions, strict=True) if SLOTS not in each)
     return total
@@ -116,7 +112,7 @@ def placed(shard: Shard, partitions: Any, arrays: Any, *, shapes: bool = False) 
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
         return jax.tree.map(lambda x: put(x, sharding), tree)
 
-    return jax.tree.map(at, partitions, arrays, is_leaf=_is_partition)
+    return jax.tree.map(at, partitions, arrays, is_leaf=is_partition)
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
@@ -146,7 +142,7 @@ def saved(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> 
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
         whole = jax.eval_shape(policy.layer(spec.whole).init)
-        partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
+        partitions = jax.tree.leaves(state_axes(policy, spec), is_leaf=is_partition)
         leaves = map(ordered, partitions, jax.tree.leaves(whole), _slot_places(policy, spec), jax.tree.leaves(cache))
         found.append(jax.tree.unflatten(jax.tree.structure(whole), leaves))
     return tuple(found)
@@ -165,7 +161,7 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
     found: list[Any] = []
     for spec, cache in zip(specs, caches, strict=True):
         traced, whole = jax.make_jaxpr(policy.layer(spec.whole).init, return_shape=True)()
-        partitions = _layer_partitions(policy, spec)
+        partitions = state_axes(policy, spec)
         have, want = arrays_of(cache), arrays_of(whole)
         if have != want:
             other, own = (min(a - b, default="nothing else") for a, b in ((have, want), (want, have)))
@@ -179,9 +175,9 @@ def resumed(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -
                 return host_memory.to_host(x)
             return shard_order(x, devices, **place) if SLOTS in partition else x
 
-        each = jax.tree.leaves(partitions, is_leaf=_is_partition)
+        each = jax.tree.leaves(partitions, is_leaf=is_partition)
         leaves = map(put, each, traced.out_avals, _slot_places(policy, spec), jax.tree.leaves(cache))
-        found.append(jax.tree.unflatten(jax.tree.structure(partitions, is_leaf=_is_partition), leaves))
+        found.append(jax.tree.unflatten(jax.tree.structure(partitions, is_leaf=is_partition), leaves))
     return tuple(found)
 
 
@@ -209,7 +205,7 @@ def repeated_row(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[An
 def _each_row(
     policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any], take: Callable[[np.ndarray, int], np.ndarray]
 ) -> tuple[Any, ...]:
-    partitions = jax.tree.leaves(state_partitions(policy, specs), is_leaf=_is_partition)
+    partitions = jax.tree.leaves(state_partitions(policy, specs), is_leaf=is_partition)
     leaves, tree = jax.tree.flatten(tuple(caches))
     taken = [
         take(x, list(partition).index(DATA)) if DATA in partition else x
@@ -222,41 +218,10 @@ def _each_row(
 def _slot_places(policy: Policy, spec: LayerSpec) -> list[dict[str, int]]:
     """For each array with sharded slots: its slot axis, and its number of entries per run of slots."""
     own = jax.eval_shape(sharded(policy.layer(spec)).init)
-    partitions = jax.tree.leaves(_layer_partitions(policy, spec), is_leaf=_is_partition)
+    partitions = jax.tree.leaves(state_axes(policy, spec), is_leaf=is_partition)
     axes = [partition.index(SLOTS) if SLOTS in partition else 0 for partition in partitions]
     sizes = zip(axes, slots_of_leaves(own), jax.tree.leaves(own), strict=True)
     return [{"axis": axis, "run": RUN * x.shape[axis] // slots if slots else RUN} for axis, slots, x in sizes]
-
-
-def _is_partition(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-@lru_cache(maxsize=1024)
-def _layer_partitions(policy: Policy, spec: LayerSpec) -> Any:
-    alone = dataclasses.replace(spec, shard=ONE_DEVICE)
-    of_rows = dataclasses.replace(alone, batch=2 * spec.batch)
-    of_heads = dataclasses.replace(alone, num_heads=2 * spec.num_heads, num_kv_heads=2 * spec.num_kv_heads)
-    own = jax.eval_shape(sharded(policy.layer(spec)).init)
-    one, rows, heads = (
-        jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(jax.eval_shape(policy.layer(each).init)))
-        for each in (alone, of_rows, of_heads if spec.shard.heads > 1 else alone)
-    )
-
-    def partition(one: Any, rows: Any, heads: Any, own: Any) -> PartitionSpec:
-        names = [
-            [axis for axis, size in ((DATA, row), (HEADS, head), (SLOTS, slots)) if size != alone]
-            for alone, row, head, slots in zip(one.shape, rows.shape, heads.shape, own.shape, strict=True)
-        ]
-        every = list(itertools.chain(*names))
-        if max(map(len, names), default=0) > 1 or len(every) != len(set(every)):
-            raise PolicyError(
-                f"{policy.info.name}: an array of its cache, {list(one.shape)}, needs one axis of rows and at most one of KV "
-                "heads to be sharded"
-            )
-        return PartitionSpec(*(each[0] if each else None for each in names))
-
-    return jax.tree.map(partition, one, rows, heads, own)
 
 
 def _mesh(shard: Shard) -> Mesh | AbstractMesh:

@@ -24,7 +24,7 @@ from kvjax.pallas_kernels import top_k
 from ..attention_context import AttentionContext
 from ..base import Policy
 from ..fields import check_fields
-from ..info import PolicyError
+from ..info import PolicyError, not_bound
 from ..layer import CacheLayer, Carry
 from .dense import DenseLayer
 from .ragged import RaggedLayer
@@ -226,7 +226,8 @@ class SurrogateScorer(PromptScorer):
     def chosen(self, layer: PromptScorerLayer[Any], prompt: PromptKV, carry: Carry) -> Bool[Array, "B K T"]:
         """Which tokens of a prompt one of the policy's layers keeps."""
         spec = layer.spec
-        assert isinstance(self.weights, Surrogate)
+        if not isinstance(self.weights, Surrogate):
+            raise not_bound(self.info)
         x = jax.lax.stop_gradient(AttentionContext.of(carry, spec).inputs()).astype(jnp.float32)
         weights = self.weights.layers[spec.layer]
         width = next(weights[name].shape[1] for name in self.reads if name in weights)

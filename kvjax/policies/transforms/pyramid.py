@@ -9,7 +9,7 @@ from kvjax.config import ModelConfig
 
 from ..base import Policy
 from ..fields import check_fields
-from ..info import PolicyError
+from ..info import PolicyError, not_bound
 from ..layer import CacheLayer
 from .by_layer import by_layer
 from .wrapper import Wrapper
@@ -41,7 +41,7 @@ class Pyramid(Wrapper):
         return by_layer([policy.with_budget(budget) for budget in budgets]).bind(config)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        raise PolicyError(f"{self.info.name}: the policy is not bound to a model. Use the result of bind(config).")
+        raise not_bound(self.info)
 
 
 def pyramid(policy: Policy, beta: int = 20) -> Pyramid:
