@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from .runtime.aot import CompiledGenerator as CompiledGenerator
     from .runtime.aot import aot_compile as aot_compile
     from .runtime.engine import Engine as Engine
+    from .runtime.exported import Exported as Exported
+    from .runtime.exported import export as export
+    from .runtime.exported import register_for_export as register_for_export
     from .runtime.generation import Generation as Generation
     from .runtime.generation import GenerationStats as GenerationStats
     from .runtime.generation import Reply as Reply
@@ -79,6 +82,11 @@ _NAMES = {
         "aot_compile",
     ),
     "runtime.engine": ("Engine",),
+    "runtime.exported": (
+        "Exported",
+        "export",
+        "register_for_export",
+    ),
     "runtime.generation": (
         "Generation",
         "GenerationStats",
