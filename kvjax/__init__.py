@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .runtime.generation import generate as generate
     from .runtime.generation import iterate as iterate
     from .runtime.generation import stream as stream
+    from .runtime.kept_state import KeptState as KeptState
     from .runtime.session import Session as Session
 
 _NAMES = {
@@ -95,6 +96,7 @@ _NAMES = {
         "iterate",
         "stream",
     ),
+    "runtime.kept_state": ("KeptState",),
     "runtime.session": ("Session",),
 }
 _MODULES = ("conversion", "evals", "models", "plots", "policies")

@@ -28,6 +28,7 @@ from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs
 from kvjax.runtime.engine import Engine, blocks, program_bytes
+from kvjax.runtime.mesh import on_host, saved
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Greedy, Sampler, Sampling
 
@@ -254,6 +255,17 @@ class Batch:
             logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
             self._nothing = programs.begin(self.policy, self.reader, _numbers([0]), logits)
         self.insert(self._nothing, _NOTHING, row)
+
+    def copy_row(self, row: int) -> tuple[tuple[Any, ...], int, int]:
+        """Copy a row's caches to the host, once it has ended and before it is given away.
+
+        Returns:
+            The caches, unsharded, with one row; the number of tokens that they have processed; and how many of them came
+                after the prompt.
+        """
+        reading, after = programs.take(self.policy, self.specs, self.state, _numbers([row]))
+        caches = saved(self.policy, self.reader, reading.caches)
+        return caches, int(on_host(reading.pos)[0]), int(on_host(after)[0])
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax._util.arguments import amount, short
+from kvjax._util.arguments import amount, short, whole
 from kvjax.cache import Shard, layer_specs
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
 from kvjax.policies.layer import check_reads_blocks
 from kvjax.policies.transforms.offload import fetched_bytes, hits
+from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
+from kvjax.runtime.kept_state import KeptState
 from kvjax.runtime.many import runs_continuously, through_batches
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
@@ -42,6 +44,7 @@ from kvjax.runtime.request import (
     RequestOptions,
     check_request,
     check_requests,
+    flag,
     row_seeds,
 )
 from kvjax.runtime.row import Row, StopReason
@@ -132,8 +135,9 @@ class Reply:
     stop_reason: StopReason
 
     def __repr__(self) -> str:
-        """All fields; long lists are abbreviated."""
-        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        """All fields that were asked for; long lists are abbreviated."""
+        fields = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        values = ((name, value) for name, value, default in fields if not value is default is None)
         fields = (f"{name}={_listed(value) if isinstance(value, list) else repr(value)}" for name, value in values)
         return f"{type(self).__name__}({', '.join(fields)})"
 
@@ -144,9 +148,11 @@ class Generation(Reply):
 
     Attributes:
         stats: statistics of the call.
+        state: the cache that the sequence ended with, if `return_state` asked for it.
     """
 
     stats: GenerationStats
+    state: KeptState | None = None
 
 
 # A string is also a sequence of strings; the first matching overload is used.
@@ -205,6 +211,8 @@ def generate(
     progress: Callable[[int, int], Any] | None = None,
     rows: int | None = None,
     max_total_tokens: int | None = None,
+    return_state: bool = False,
+    room: int = 0,
 ) -> Generation | list[Generation]:
     """Continue one prompt, or a list of them.
 
@@ -248,6 +256,10 @@ def generate(
         rows: number of rows through which the prompts of a list run. By default as many as fit, up to 256. With the
             same `rows` and `max_total_tokens`, a prompt's result does not depend bit for bit on the others.
         max_total_tokens: maximum length of a sequence, to which caches are allocated. By default that of the longest.
+        return_state: whether each result has the cache that its sequence ended with, copied to the host
+            (`Generation.state`), to look at kept positions and to continue from. Not for stop strings (special tokens
+            can be given), offloaded caches, LongRoPE, or several processes.
+        room: number of further tokens that a returned state can be continued with, at least.
 
     Returns:
         A `Generation`, or a list of them for a list of prompts.
@@ -265,6 +277,7 @@ def generate(
     check: Callable[..., Any] = check_request if is_one(prompt) else check_requests
     request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
     how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
+    how |= {"return_state": return_state, "room": room}
     return Run(params, prompt, policy, budget, request, question, prefill_block, **how).finish()
 
 
@@ -296,6 +309,7 @@ def iterate(
     """
     asked: dict[str, Any] = dict(options)
     how = {name: asked.pop(name, None) for name in ("prefill_block", "mesh", "progress", "max_total_tokens")}
+    how |= {"return_state": asked.pop("return_state", False), "room": asked.pop("room", 0)}
     how["batch_rows"] = asked.pop("rows", None)
     request = check_requests(params, max_new_tokens, **asked)
     run = Run(params, prompts, policy, budget, request, question, **how, continuous=True)
@@ -421,11 +435,14 @@ class Run:
         batch_rows: int | None = None,
         max_total_tokens: int | None = None,
         continuous: bool = False,
+        return_state: bool = False,
+        room: int = 0,
     ) -> None:
         self.params, self.progress = params, progress
         self.batch_rows = None if batch_rows is None else amount("rows", batch_rows)
         self.max_total_tokens = None if max_total_tokens is None else amount("max_total_tokens", max_total_tokens)
         self.continuous = continuous
+        self.return_state, self.room = flag("return_state", return_state), whole("room", room, 0)
         self.policy = get_policy(policy, budget=budget).for_model(params.config)
         self.mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self.shard = policy_shard(self.mesh, params.config, self.policy)
@@ -449,6 +466,10 @@ class Run:
         pairs = zip(prompts, questions, requests, strict=True)
         self.rows = [Row(ids, asked, params.tokenizer, own) for ids, asked, own in pairs]
         self._check_budgets()
+        if self.return_state:
+            self._check_returns_state()
+        elif self.room:
+            raise ValueError(f"room={self.room} is for states; give return_state=True as well, or leave it out")
         if prefill_block is None:
             longest, new = (max(map(count, self.rows)) for count in (lambda row: len(row.prompt), self._new_tokens))
             self.prefill_block = automatic_block(params, self.policy, self.shard, len(self.rows), longest, new)
@@ -503,7 +524,9 @@ class Run:
             slot_devices=self.shard.slots,
             repeated_cache_bytes=self.repeated_cache_bytes,
         )
-        return [Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats) for r in self.rows]
+        return [
+            Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats, r.state) for r in self.rows
+        ]
 
     def _check_budgets(self) -> None:
         """Raise `PolicyError` for all prompts that the policy does not support."""
@@ -518,6 +541,20 @@ class Run:
             else:
                 errors.append(None)
         refuse_rows("prompt", errors, PolicyError)
+
+    def _check_returns_state(self) -> None:
+        """Raise an error if this call's caches cannot be returned, because they do not end with the text."""
+        check_no_host_cache(self.policy)
+        strings = {
+            text for row in self.rows for text in row.request.stop if text not in self.params.tokenizer.special_ids
+        }
+        for reason, what in (
+            (strings, f"stop={_listed(sorted(strings))}, since the cache has tokens beyond a stop string"),
+            (jax.process_count() > 1, "several processes"),
+            (self.params.config.rope_changes_after is not None, "LongRoPE, whose sequences are prefilled again"),
+        ):
+            if reason:
+                raise ValueError(f"return_state=True is not supported with {what}; leave one of them out")
 
     def _check_lengths(self) -> None:
         window = self.params.config.context_length

@@ -18,6 +18,7 @@ from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.kept_state import kept
 from kvjax.runtime.memory import memory_limit
 from kvjax.runtime.reading import rows_together
 from kvjax.runtime.row import Row
@@ -69,6 +70,8 @@ class Run(Protocol):
     prefill_block: int | None
     continuous: bool
     batch_rows: int | None
+    return_state: bool
+    room: int
     max_total_tokens: int | None
     progress: Callable[[int, int], Any] | None
     prefill_seconds: float
@@ -82,6 +85,8 @@ class Run(Protocol):
 
 def runs_continuously(run: Run) -> bool:
     """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
+    if run.return_state:
+        return True
     if run.single or jax.process_count() > 1 or run.params.config.rope_changes_after is not None:
         return False
     try:
@@ -130,7 +135,13 @@ def through_batches(run: Run) -> Iterator[list[int]]:
 
 def _through(run: Run, batches: Sequence[Batch], group: Sequence[int]) -> Iterator[list[int]]:
     watched = any(run.rows[i].growing is not None for i in group)
-    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS)
+
+    def keep(batch: Batch, ticket: Ticket, row: int) -> None:
+        job: Job = ticket.job
+        run.rows[owners[ticket]].state = kept(batch, row, [*job.prompt, *job.given], ticket.tokens)
+
+    on_end = keep if run.return_state else None
+    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, on_end=on_end)
     # The longest answers begin first, so that the last rows do not run alone for long.
     order = sorted(group, key=lambda i: -run.rows[i].request.max_new_tokens)
     owners: dict[Ticket, int] = {scheduler.submit(_job(run.rows[i])): i for i in order}
@@ -197,7 +208,7 @@ def _fits(run: Run, part: Part, rows: Sequence[Row]) -> int:
 
 def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
     """A batch of `count` rows for these sequences."""
-    new = max(len(row.question) + row.request.max_new_tokens for row in rows)
+    new = max(len(row.question) + row.request.max_new_tokens for row in rows) + run.room
     longest = max(len(row.prompt) for row in rows)
     if run.max_total_tokens is not None:
         longest = max(run.max_total_tokens - new, longest)

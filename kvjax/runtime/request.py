@@ -37,6 +37,8 @@ class GenerateOptions(RequestOptions, total=False):
     prefill_block: int | None
     mesh: Mesh | str | None
     progress: Callable[[int, int], Any] | None
+    return_state: bool
+    room: int
 
 
 class ListOptions(TypedDict, total=False):
@@ -54,6 +56,8 @@ class ListOptions(TypedDict, total=False):
     progress: Callable[[int, int], Any] | None
     rows: int | None
     max_total_tokens: int | None
+    return_state: bool
+    room: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.runtime.growing_text import GrowingText
@@ -21,6 +21,7 @@ class Row:
         growing: decodes the text token by token, for streaming and stop strings.
         tokens, logprobs: what has been sampled so far.
         stop_reason: None while the sequence is running.
+        state: the cache that the sequence ended with, if it was asked for.
         again: number of sampled tokens that were prefilled again when the rotation changed.
         request: what is asked for. Its seed is that of this sequence.
     """
@@ -34,6 +35,7 @@ class Row:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     stop_reason: StopReason | None = None
     again: int = 0
+    state: Any = None
 
     @property
     def read_first(self) -> Sequence[int]:

@@ -147,6 +147,12 @@ def _insert(
     return jax.tree.map(write, rows, new), token, logprob
 
 
+def _take(policy: Policy, specs: Specs, rows: Rows, at: Int[Array, " R"]) -> tuple[Reading, Int[Array, " R"]]:
+    taken = jax.tree.map(lambda x: jnp.take(x, at, axis=0), rows)
+    logits = jnp.zeros((at.shape[0], 1), jnp.float32)
+    return Reading(taken.caches, logits, taken.pos), taken.pos - taken.first
+
+
 def _serve(
     policy: Policy,
     specs: Specs,
@@ -258,6 +264,9 @@ insert = Program(
 The reading remains, so that it can be inserted again with another seed. Returns the batch (the old one is used up), and
 the first tokens and their log-probabilities. These mean nothing in rows with given tokens.
 """
+
+take = Program(_take, static=2, partition=_over_mesh((_rows_partitions, ROWS), (_reading_partitions, ROWS)))
+"""`take(policy, specs, rows, at)`: copies of rows `at`, without logits, and the number of tokens after each prompt."""
 
 serve = Program(
     _serve,

@@ -12,7 +12,7 @@ before. So the device always has work while the host reads tokens.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -75,6 +75,10 @@ class _Served(NamedTuple):
     call: Any
 
 
+OnEnd = Callable[[Any, Ticket, int], None]
+"""What a scheduler calls when a row has ended."""
+
+
 class Scheduler:
     """Runs jobs in the rows of a batch, first come, first served.
 
@@ -83,6 +87,7 @@ class Scheduler:
         steps: decode steps of a call.
         block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
         queue: jobs that wait, if several schedulers share them, see `Schedulers`.
+        on_end: called with the batch, a job's ticket and its row when the row has ended, before it is given away.
 
     Attributes:
         most_rows: number of rows to fill.
@@ -91,9 +96,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, batch: Runner, *, steps: int = 16, block_calls: int = 1, queue: deque[list[Ticket]] | None = None
+        self,
+        batch: Runner,
+        *,
+        steps: int = 16,
+        block_calls: int = 1,
+        queue: deque[list[Ticket]] | None = None,
+        on_end: OnEnd | None = None,
     ) -> None:
-        self.batch, self.steps, self.block_calls = batch, steps, block_calls
+        self.batch, self.steps, self.block_calls, self.on_end = batch, steps, block_calls, on_end
         self.most_rows = batch.rows
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
         self._free = list(range(batch.rows))[::-1]
@@ -271,6 +282,8 @@ class Scheduler:
                     ticket.ended = "eos" if ticket.tokens and ticket.tokens[-1] in ticket.job.ends else "length"
                 changed[id(ticket)] = ticket
                 self._stopped.discard(row)
+                if self.on_end is not None:
+                    self.on_end(self.batch, ticket, row)
                 del self._owners[row]
                 self._free.append(row)
                 self._ended.add(row)
@@ -302,12 +315,15 @@ class Schedulers:
 
     Args:
         batches: the batches, of equal sizes.
-        steps, block_calls: as for `Scheduler`.
+        steps, block_calls, on_end: as for `Scheduler`.
     """
 
-    def __init__(self, batches: Sequence[Runner], *, steps: int = 16, block_calls: int = 1) -> None:
+    def __init__(
+        self, batches: Sequence[Runner], *, steps: int = 16, block_calls: int = 1, on_end: OnEnd | None = None
+    ) -> None:
         self._queue: deque[list[Ticket]] = deque()
-        self._each = [Scheduler(batch, steps=steps, block_calls=block_calls, queue=self._queue) for batch in batches]
+        how: dict[str, Any] = {"steps": steps, "block_calls": block_calls, "queue": self._queue, "on_end": on_end}
+        self._each = [Scheduler(batch, **how) for batch in batches]
 
     @property
     def busy(self) -> bool:

@@ -1,0 +1,185 @@
+"""`KeptState`: the cache that a sequence ended with, to look at and to continue from."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from kvjax.cache import LayerCache, LayerSpec
+from kvjax.models import Params
+from kvjax.policies import Policy
+from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.prompts import check_ids
+from kvjax.runtime.request import RequestOptions, check_request
+from kvjax.runtime.row import StopReason
+from kvjax.runtime.rows import Reading
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What `KeptState.generate` returns.
+
+    Attributes:
+        text: the new text; None if the model has no tokenizer.
+        tokens: new token ids, including a sampled end token.
+        logprobs: log-probability of each token under the model, before temperature and filters.
+        stop_reason: "eos" or "length".
+        state: the cache afterwards.
+    """
+
+    text: str | None
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    state: "KeptState"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class KeptState:
+    """The cache of one sequence, copied to the host. `kvjax.generate(..., return_state=True)` makes it.
+
+    L layers, K KV heads of a layer, C slots of a layer's cache. Layers may differ in K and C.
+
+    Attributes:
+        tokens: ids of all tokens that the cache has processed, kept or not, n: the prompt, the question, and the sampled
+            tokens but the last.
+        next_token: the last sampled token, which is not in the cache.
+        policy: the policy, bound to the model.
+        specs: description of each layer.
+        caches: the policy's state for each layer, as NumPy arrays with one row.
+        after: how many of `tokens` came after the prompt.
+    """
+
+    tokens: list[int]
+    next_token: int
+    policy: Policy
+    specs: tuple[LayerSpec, ...]
+    caches: tuple[Any, ...]
+    after: int = 0
+
+    def __repr__(self) -> str:
+        """Numbers of tokens."""
+        counts = np.concatenate([held.reshape(-1) for held in self.counts])
+        return (
+            f"KeptState({self.policy.info.name}, {len(self.tokens)} tokens processed, {counts.min()} to {counts.max()} kept "
+            f"per head, room for {self.room} more)"
+        )
+
+    @property
+    def slots(self) -> tuple[LayerCache, ...]:
+        """Each layer's keys, values, positions and weights, with a row axis of 1. See `kvjax.cache.LayerCache`."""
+        caches = jax.tree.map(jax.numpy.asarray, self.caches)
+        return tuple(self.policy.layer(spec).view(cache) for spec, cache in zip(self.specs, caches, strict=True))
+
+    @property
+    def positions(self) -> tuple[Int[np.ndarray, "K C"], ...]:
+        """Original position of each slot's token, in each layer; -1 if the slot is free.
+
+        A merged slot has the position of its latest token.
+        """
+        return tuple(np.where(np.asarray(held.live)[0], np.asarray(held.pos)[0], -1) for held in self.slots)
+
+    @property
+    def counts(self) -> tuple[Int[np.ndarray, " K"], ...]:
+        """Number of kept slots of each head, in each layer."""
+        return tuple((positions >= 0).sum(axis=-1) for positions in self.positions)
+
+    @property
+    def scores(self) -> tuple[Float[np.ndarray, "K C"] | None, ...]:
+        """The policy's score of each slot, in each layer, such as the attention mass of H2O. None without scores."""
+        found = (getattr(cache, "score", None) for cache in self.caches)
+        return tuple(None if score is None else np.asarray(score)[0] for score in found)
+
+    @property
+    def room(self) -> int:
+        """How many more tokens can be processed, `next_token` included. `kvjax.generate(..., room=...)` makes more."""
+        return self.specs[0].new_tokens - self.after
+
+    def generate(
+        self,
+        params: Params,
+        max_new_tokens: int = 128,
+        given: Sequence[int] = (),
+        **options: Unpack[RequestOptions],
+    ) -> Continuation:
+        """Continue the sequence. The state itself remains usable.
+
+        Args:
+            params: the model that the state is of.
+            max_new_tokens: maximum number of tokens to sample.
+            given: token ids that follow `next_token` before any is sampled.
+            options: sampling options of `kvjax.generate`, without `stop`.
+
+        Returns:
+            The new tokens, and the state after them.
+
+        Raises:
+            ValueError: there is not enough room, the model has other shapes, or an option is out of range.
+        """
+        if options.get("stop"):
+            raise ValueError("stop strings are not supported here; cut the text yourself, or use kvjax.Session")
+        request = check_request(params, max_new_tokens, **options)
+        check_ids([list(given)], 1, len(given), params.config.vocab_size, "given row", least=0)
+        first = [self.next_token, *map(int, given)]
+        if len(first) + request.max_new_tokens - 1 > self.room:
+            raise ValueError(
+                f"{len(first)} given and {request.max_new_tokens} new tokens need room for {len(first) + request.max_new_tokens - 1} tokens, "
+                f"but this state has room for {self.room}; ask for fewer, or call kvjax.generate with a larger room="
+            )
+        spec = self.specs[0]
+        kinds = [
+            name
+            for name in ("temperature", "top_k", "top_p", "min_p")
+            if getattr(request.sampler, name, None) is not None
+        ]
+        batch = Batch(
+            params,
+            self.policy,
+            rows=1,
+            prompt_len=spec.prompt_len,
+            max_new_tokens=spec.new_tokens,
+            given=len(first),
+            ends=max(len(request.ends), 1),
+            sampling=kinds,
+            block=spec.block or None,
+            mixed=spec.mixed,
+        )
+        if batch.engine.shard.mesh is not None:
+            raise ValueError("params are on a mesh, where a state cannot be continued; give weights on one device")
+        if batch.reader != self.specs:
+            raise ValueError("params are a model of other shapes than the one this state is of; give that model")
+        logits: Any = np.zeros((1, params.config.vocab_size), np.float32)
+        pos: Any = np.asarray([len(self.tokens)], np.int32)
+        reading = Reading(jax.tree.map(jax.numpy.asarray, self.caches), logits, pos)
+        job = Job(self.tokens, request.max_new_tokens, first, request.seed, request.ends, request.sampler)
+        batch.insert(reading, job, 0)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        live = True
+        while live:
+            call = batch.serve(256)
+            count, live = int(call.filled[0]), bool(call.live[0])
+            tokens += np.asarray(call.tokens)[0, :count].tolist()
+            logprobs += np.asarray(call.logprobs)[0, :count].tolist()
+        state = kept(batch, 0, [*self.tokens, *first], tokens, self.after)
+        text = None if params.tokenizer is None else params.tokenizer.decode_after([*self.tokens, *first], tokens)
+        return Continuation(text, tokens, logprobs, "eos" if tokens[-1] in request.ends else "length", state)
+
+
+def kept(batch: Batch, row: int, given: Sequence[int], tokens: Sequence[int], before: int = 0) -> KeptState:
+    """Copy the state of a row that has ended to the host.
+
+    Args:
+        batch: the batch.
+        row: the row.
+        given: tokens before the sampled ones.
+        tokens: sampled tokens.
+        before: tokens that were processed one by one before the row was inserted.
+    """
+    caches, count, after = batch.copy_row(row)
+    processed = list(map(int, [*given, *tokens][:count]))
+    specs = tuple(spec.whole for spec in batch.reader)
+    return KeptState(processed, int(tokens[-1]), batch.policy, specs, caches, before + after)
