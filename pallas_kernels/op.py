@@ -2,7 +2,8 @@
 
 Every operation has an XLA reference, which supports all cases on all devices. A kernel supports some cases on one kind
 of device, and returns the reason if it does not support a case. `"auto"` picks the first kernel for the current device
-that supports the case, and XLA if there is none. A missing kernel therefore costs speed, never correctness.
+that supports the case, and XLA if there is none. A missing kernel therefore costs speed, never correctness. Under
+differentiation, kernels without derivatives give way to XLA.
 
 The `api.py` of every folder defines its `Op`s.
 """
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from .device import target
 from .eager import in_one_program
-from .gradients import without_gradient
+from .gradients import differentiable
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,7 @@ class Op:
         home: name of the `api` module that defines the operation; the other modules are beside it, or in
             `hopper/` (`.hopper.nearest`).
         gpu, tpu: names of the modules with kernels for these devices, in order of preference.
-        forward_only: True if callers may differentiate the operation, although its Pallas kernels have no gradient.
-            Derivatives then raise a clear error.
+        has_gradient: whether the kernels have derivatives of their own. Otherwise derivatives are those of the reference.
         prefer_xla_reason: returns a reason to use XLA for a case that the kernel supports, for example because it is
             not faster; None to use the kernel. Only `"auto"` uses it.
     """
@@ -64,7 +64,7 @@ class Op:
     home: str
     gpu: tuple[str, ...] = ()
     tpu: tuple[str, ...] = ()
-    forward_only: bool = False
+    has_gradient: bool = False
     prefer_xla_reason: Callable[..., str | None] | None = None
 
     def __call__(
@@ -83,9 +83,8 @@ class Op:
         kernel = self.kernel(*args, implementation=implementation, interpret=interpret, **options)
         if kernel is None:
             return in_one_program(self._function("reference"), args, options)
-        if self.forward_only:
-            by_xla = f"set {WITHOUT}={self.name} in the environment to use XLA, which has one"
-            args = without_gradient(args, Unsupported(f"{self.name}: the Pallas kernel has no gradient; {by_xla}"))
+        if not self.has_gradient:
+            kernel = differentiable(kernel, self._function("reference"))
         return in_one_program(kernel, args, options)
 
     def kernel(

@@ -38,6 +38,7 @@ from kvjax.runtime.program import Program
 from kvjax.runtime.prompts import check_ids, refuse_rows, row_error
 from kvjax.runtime.replay import words_of
 from kvjax.runtime.sampling import Greedy, Sampler
+from kvjax.runtime.scoring import following_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,6 +487,62 @@ class Engine:
         self._check_room(state, max(map(len, given)) + count - 1)
         tokens = decoding.padded(given, size)
         return self._going_on(decoding.answer, state, *tokens, np.asarray(count, np.int32), *self.how(sampler, eos_ids))
+
+    @any_rank
+    def logits(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"],
+        lengths: Int[Array, " B"] | Int[np.ndarray, " B"],
+        following: Int[Array, "B M"] | Int[np.ndarray, "B M"],
+    ) -> Float[Array, "B M V"]:
+        """Logits of given tokens after prompts, through the policy's cache, as a function to differentiate.
+
+        Call it inside `jax.jit` and `jax.grad`. Prefill compresses the prompts, and each following token is a decode step
+        that is rematerialised in the backward pass. Gradients go through what the policy keeps, and not through the
+        choice of it. Kernels give way to XLA under differentiation.
+
+        Args:
+            params: weights of this engine's model, which may be traced.
+            tokens: prompts, right-padded to any length up to the engine's.
+            lengths: number of tokens of each prompt.
+            following: M tokens after each prompt, at most `max_new_tokens`. Fractional budgets are of prompt and following
+                tokens together.
+
+        Returns:
+            Logits from which each following token would be sampled. The first are those after the prompt.
+
+        Raises:
+            ValueError: arrays have other sizes than the engine, or the engine is on a mesh or prefills in blocks.
+            PolicyError: the policy has no gradient, when it is differentiated.
+        """
+        rows, most = self.batch, self.specs[0].prompt_len
+        if self.shard.mesh is not None or self.block:
+            raise ValueError(
+                "logits for training run on one device and prefill whole prompts; make an engine without mesh and block"
+            )
+        if tokens.shape[0] != rows or not 0 < tokens.shape[1] <= most or lengths.shape != (rows,):
+            raise ValueError(
+                f"tokens {list(tokens.shape)} and lengths {list(lengths.shape)}; give {rows} prompts of up to {most} places each"
+            )
+        if following.shape[0] != rows or not 0 < following.shape[1] <= self.max_new_tokens:
+            raise ValueError(
+                f"following {list(following.shape)}; give {rows} rows of 1 to {self.max_new_tokens} tokens"
+            )
+        padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, most - tokens.shape[1])))
+        params = without_text(params)
+        return following_logits(self.policy, self.specs, params, padded, jnp.asarray(lengths), jnp.asarray(following))
+
+    def score(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"],
+        lengths: Int[Array, " B"] | Int[np.ndarray, " B"],
+        following: Int[Array, "B M"] | Int[np.ndarray, "B M"],
+    ) -> Float[Array, "B M"]:
+        """Log-probability of each following token. Arguments and errors as for `logits`."""
+        logprobs = jax.nn.log_softmax(self.logits(params, tokens, lengths, following))
+        return jnp.take_along_axis(logprobs, jnp.asarray(following)[..., None], axis=-1)[..., 0]
 
     def save(self, state: Decoding) -> Decoding:
         """Copy a state to the host as unsharded NumPy arrays. `resume` restores it on this mesh or another.

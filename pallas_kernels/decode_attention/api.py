@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..gradients import differentiable
 from ..head_shards import query_heads
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
@@ -17,10 +18,9 @@ _DECODE = Op(
     __name__,
     gpu=("decode_attention_pallas_triton",),
     tpu=("decode_attention_pallas_mosaic_tpu",),
-    forward_only=True,
 )
 _SHARDED = Op("sharded_decode_attention", __name__, gpu=("sharded_decode_attention_pallas_triton",))
-_PACKED = Op("packed_decode_attention", __name__, gpu=("packed_decode_attention_pallas_triton",), forward_only=True)
+_PACKED = Op("packed_decode_attention", __name__, gpu=("packed_decode_attention_pallas_triton",))
 
 
 def decode_attention(
@@ -91,14 +91,24 @@ def sharded_decode_attention(
     """
     kernel = _SHARDED.kernel(q, caches, scale=scale, implementation=implementation, interpret=interpret)
     if kernel is not None:
-        return kernel(q, caches, scale=scale)
-    # One call per cache. Each call picks its own implementation, unless XLA was requested.
+        return differentiable(kernel, _cache_by_cache)(q, caches, scale=scale)
+    # Each call picks its own implementation, unless XLA was requested.
+    return _cache_by_cache(q, caches, scale=scale, implementation="xla" if implementation == "xla" else "auto")
+
+
+def _cache_by_cache(
+    q: Float[Array, "B N H"] | DeferredRope,
+    caches: Sequence[CacheShard],
+    *,
+    scale: float,
+    implementation: Implementation = "xla",
+) -> Float[Array, "B N H"]:
+    """One call per cache."""
     group = parts_of(q)[0].shape[1] // sum(len(held.heads) for held in caches)
-    order = [query_heads(held.heads, group) for held in caches]
-    by, outs = ("xla" if implementation == "xla" else "auto"), []
+    order, outs = [query_heads(held.heads, group) for held in caches], []
     for held, mine in zip(caches, order, strict=True):
         queries = q._replace(x=q.x[:, mine]) if isinstance(q, DeferredRope) else q[:, mine]
-        attended = decode_attention(queries, held.k, held.v, held.weight, scale=scale, implementation=by)
+        attended = decode_attention(queries, held.k, held.v, held.weight, scale=scale, implementation=implementation)
         outs.append(attended.out)
     return jnp.concatenate(outs, axis=1)[:, np.argsort(np.concatenate(order))]
 

@@ -13,9 +13,8 @@ _OP = Op(
     __name__,
     gpu=("gather_attention_pallas_triton",),
     tpu=("gather_attention_pallas_mosaic_tpu",),
-    forward_only=True,
 )
-_FETCH = Op("fetch_slots", __name__, gpu=("fetch_slots_pallas_triton",), forward_only=True)
+_FETCH = Op("fetch_slots", __name__, gpu=("fetch_slots_pallas_triton",))
 
 
 def gather_attention(

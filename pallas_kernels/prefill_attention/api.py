@@ -7,13 +7,12 @@ from jaxtyping import Array, Float, Int
 from ..op import Implementation, Op
 from .types import Run, Stripes
 
-_PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",))
+_PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",), has_gradient=True)
 _BLOCK = Op(
     "block_attention",
     __name__,
     gpu=(".hopper.block_attention",),
     tpu=("block_attention_pallas_mosaic_tpu",),
-    forward_only=True,
 )
 _PARTIAL = dataclasses.replace(_BLOCK, name="partial_block_attention")
 

@@ -10,7 +10,7 @@ from ..op import Implementation, Op
 from ..rotary import DeferredRope
 from .types import SlotUpdate
 
-_OP = Op("write_slots", __name__, gpu=("pallas_triton",), forward_only=True)
+_OP = Op("write_slots", __name__, gpu=("pallas_triton",))
 
 
 def write_slots(

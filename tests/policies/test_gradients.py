@@ -1,5 +1,6 @@
 """Gradients through a cache: of what is kept, and not of the choice of it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,7 @@ from policies.driver import Case, compositions, every_policy, make_case, offload
 
 from kvjax.cache import PromptKV, Token, layer_specs
 from kvjax.models import transformer
-from kvjax.pallas_kernels import decode_attention
-from kvjax.pallas_kernels.op import Unsupported
+from kvjax.pallas_kernels import CacheShard, decode_attention, gated_projection, sharded_decode_attention
 from kvjax.policies import Full, Policy, PolicyError, SnapKV, offloaded, prefill_alone
 from kvjax.runtime import decoding, replay
 
@@ -91,18 +91,46 @@ def test_what_has_none_says_so(name, budget, full):
         gradient(policy, full[0])
 
 
-def test_a_kernel_without_one_says_so():
-    q, k = jnp.ones((1, 2, 16)), jnp.ones((1, 1, 32, 16))
+def test_a_kernel_gives_way_to_xla_under_differentiation():
+    random = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, size)
+        for key, size in zip(random, ((1, 2, 16), (1, 1, 32, 16), (1, 1, 32, 16)), strict=True)
+    )
+    weight = jnp.ones((1, 1, 32)).at[0, 0, 20:].set(0.0)
 
-    def out(q: jax.Array) -> jax.Array:
-        weight = jnp.ones((1, 1, 32))
-        return jnp.sum(decode_attention(q, k, k, weight, scale=1.0, implementation="gpu", interpret=True).out)
+    def out(q: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(decode_attention(q, k, v, weight, scale=0.25, **how).out))
 
-    assert np.isfinite(out(q))
-    with pytest.raises(
-        Unsupported, match=r"decode_attention: the Pallas kernel has no gradient; .*KVJAX_WITHOUT_KERNELS="
-    ):
-        jax.grad(out)(q)
+    kernel: dict[str, Any] = {"implementation": "gpu", "interpret": True}
+    got = jax.jit(jax.grad(partial(out, **kernel), argnums=(0, 1, 2)))(q, k, v)
+    want = jax.grad(partial(out, implementation="xla"), argnums=(0, 1, 2))(q, k, v)
+    for mine, theirs in zip(got, want, strict=True):
+        assert np.abs(theirs).max() > 0.01
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_so_do_kernels_over_several_caches_and_products_with_weights():
+    random = jax.random.split(jax.random.key(1), 3)
+    x, gate, up = (
+        jax.random.normal(key, size) for key, size in zip(random, ((2, 128), (128, 128), (128, 128)), strict=True)
+    )
+    q, k = x.reshape(2, 4, 32), jax.random.normal(random[0], (2, 2, 32, 32))
+    x, gate, up = (array.astype(jnp.bfloat16) for array in (x, gate, up))
+
+    def product(x: jax.Array, gate: jax.Array, up: jax.Array, **how: Any) -> jax.Array:
+        return jnp.sum(gated_projection(x, gate, up, **how).astype(jnp.float32))
+
+    def sharded(q: jax.Array, k: jax.Array, _: jax.Array, **how: Any) -> jax.Array:
+        caches = [CacheShard(k[:, i : i + 1], k[:, i : i + 1], jnp.ones((2, 1, 32)), (i,)) for i in range(2)]
+        return jnp.sum(jnp.sin(sharded_decode_attention(q, caches, scale=0.25, **how)))
+
+    for function, args in ((product, (x, gate, up)), (sharded, (q, k, k))):
+        got = jax.grad(partial(function, implementation="gpu", interpret=True), argnums=(0, 1))(*args)
+        want = jax.grad(partial(function, implementation="xla"), argnums=(0, 1))(*args)
+        for mine, theirs in zip(got, want, strict=True):
+            assert np.abs(theirs).max() > 0.01
+            np.testing.assert_allclose(mine.astype(jnp.float32), theirs.astype(jnp.float32), rtol=0.02, atol=0.02)
 
 
 def model_gradient(policy: Policy, params: Any) -> Any:

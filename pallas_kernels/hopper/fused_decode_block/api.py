@@ -1,7 +1,10 @@
 """Public function. Its `Op` picks the Hopper kernel or one call per matmul."""
 
+from typing import Any
+
 from jaxtyping import Array, Float
 
+from ...gradients import differentiable
 from ...op import Implementation, Op
 from .reference import multiply_apart
 from .types import BlockOutput, BlockWeights
@@ -41,5 +44,10 @@ def fused_decode_block(
     """
     kernel = _OP.kernel(attended, x, weights, implementation=implementation)
     if kernel is not None:
-        return BlockOutput(*kernel(attended, x, weights))
+        return BlockOutput(*differentiable(kernel, _apart)(attended, x, weights))
     return BlockOutput(*multiply_apart(attended, x, weights, implementation))
+
+
+def _apart(attended: Array, x: Array, weights: BlockWeights) -> tuple[Any, ...]:
+    """What the kernel returns, by one call per matmul."""
+    return tuple(multiply_apart(attended, x, weights))

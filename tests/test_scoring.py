@@ -1,0 +1,91 @@
+"""`Engine.score`: it is what `generate` reports, and its derivatives are slopes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.driver import compositions, each, every_policy
+
+import kvjax
+from kvjax.models import Params
+from kvjax.policies import Policy, PolicyError
+from kvjax.runtime.decoding import padded
+
+PROMPTS = [np.random.default_rng(i).integers(0, 64, n).tolist() for i, n in enumerate((30, 21))]
+STEPS = 3
+
+WITHOUT = {"chelsea", "attention_matching"}
+"""Those that say that they have no gradient."""
+
+POLICIES = [p for p in every_policy(16) + compositions(16) if p.info.name not in WITHOUT]
+
+
+def engine_for(policy: Policy | str, params: Params, budget: int | None = None) -> kvjax.Engine:
+    return kvjax.Engine(params, policy, budget, batch=2, prompt_len=30, max_new_tokens=STEPS)
+
+
+def following(policy: Policy | str, params: Params, budget: int | None = None) -> tuple[Any, Any]:
+    """Greedy tokens and their log-probabilities."""
+    found: Any = kvjax.generate(params, PROMPTS, policy, budget, max_new_tokens=STEPS, ignore_eos=True)
+    return np.asarray([row.tokens for row in found], np.int32), np.asarray([row.logprobs for row in found])
+
+
+@pytest.mark.parametrize("policy", ["full", "treekv", "snapkv"])
+def test_it_is_what_generate_reports(policy, tiny):
+    budget = None if policy == "full" else 40
+    tokens, want = following(policy, tiny, budget)
+    got = jax.jit(engine_for(policy, tiny, budget).score)(tiny, *padded(PROMPTS), tokens)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def slopes(policy: Policy, params: Params) -> tuple[float, float]:
+    """Derivative of the score in a random direction of the weights, and the same by differences.
+
+    Attention and norms are computed in float32 for weights of any type, so steps are no smaller than its rounding allows.
+    """
+    tokens, _ = following(policy, params)
+    engine, random = engine_for(policy, params), np.random.default_rng(3)
+    way = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) * np.std(x), jnp.float32), params)
+    given = *padded(PROMPTS), tokens
+
+    @jax.jit
+    def value(step: Any) -> jax.Array:
+        moved = jax.tree.map(lambda x, to: x + step * to, params, way)
+        return jnp.sum(engine.score(moved, *given))
+
+    ends = [value(jnp.float32(step)) for step in (1e-3, -1e-3)]
+    return float(jax.grad(value)(jnp.float32(0))), float((ends[0] - ends[1]) / 2e-3)
+
+
+@each(POLICIES, later=True)
+def test_gradients_are_slopes(policy, tiny):
+    """Through prefill and three steps, at a budget that drops tokens. Nothing is chosen differently so near."""
+    got, want = slopes(policy, tiny)
+    assert abs(want) > 1e-3
+    np.testing.assert_allclose(got, want, rtol=0.02)
+
+
+def test_a_gradient_is_a_slope(tiny):
+    got, want = slopes(kvjax.get_policy("streaming_llm:16,sinks=2").bind(tiny.config), tiny)
+    np.testing.assert_allclose(got, want, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT))
+def test_those_without_a_gradient_say_so(name, tiny):
+    policy = next(p for p in every_policy(16) if p.info.name == name)
+    engine, tokens = engine_for(policy, tiny), np.zeros((2, STEPS), np.int32)
+    with pytest.raises(PolicyError, match=rf"{name}: .* no gradient"):
+        jax.eval_shape(jax.grad(lambda params: jnp.sum(engine.score(params, *padded(PROMPTS), tokens))), tiny)
+
+
+def test_what_does_not_fit_is_refused(tiny):
+    engine = engine_for("full", tiny)
+    with pytest.raises(ValueError, match=r"following \[2, 9\]; give 2 rows of 1 to 3 tokens"):
+        engine.score(tiny, *padded(PROMPTS), np.zeros((2, 9), np.int32))
+    with pytest.raises(ValueError, match=r"tokens \[1, 64\] and lengths \[1\]; give 2 prompts of up to 64 places each"):
+        engine.score(tiny, *padded(PROMPTS[:1]), np.zeros((2, 3), np.int32))
+    blocked = kvjax.Engine(tiny, "full", batch=2, prompt_len=30, max_new_tokens=STEPS, block=16)
+    with pytest.raises(ValueError, match="make an engine without mesh and block"):
+        blocked.score(tiny, *padded(PROMPTS), np.zeros((2, 3), np.int32))
