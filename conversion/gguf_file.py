@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import struct
@@ -35,7 +36,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, listed, shortened, told
-from .gguf_tokenizer import END_TEXTS, read_tokenizer
+from .gguf_tokenizer import ends, read_tokenizer
 from .hf_config import FAMILIES, WINDOW_PATTERN, Family
 from .layout import Layout, hf_layout
 from .mapped import mapped
@@ -390,11 +391,9 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
     vocab_size = int(embedding.shape[1])
     named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
-    texts = metadata.get("tokenizer.ggml.tokens")
-    eos = (
-        *named,
-        *(i for i, text in enumerate(texts[:vocab_size] if isinstance(texts, list) else ()) if text in END_TEXTS),
-    )
+    texts, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    typed = itertools.zip_longest(texts if isinstance(texts, list) else (), types if isinstance(types, list) else ())
+    eos = (*named, *(i for i, token in enumerate(itertools.islice(typed, vocab_size)) if ends(*token)))
     try:
         return ModelConfig(
             family=family_name,

@@ -124,6 +124,15 @@ def test_end_tokens(tmp_path: Path, texts: list[str], named: dict[str, int], exp
     assert open_gguf(tmp_path / "m.gguf").config.eos == expected
 
 
+@pytest.mark.parametrize(("token_type", "expected"), [(1, (0, 1)), (3, (0, 1)), (4, (0,))])
+def test_a_user_defined_tag_is_no_end_token(tmp_path: Path, token_type: int, expected: tuple[int, ...]) -> None:
+    """`</s>` ends answers of Llama, and strikes text out in Gemma's vocabulary."""
+    tokens = {"tokens": ["<eos>", "</s>", "x"], "token_type": [3, token_type, 1], "eos_token_id": 0}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in tokens.items()}
+    write_gguf(tmp_path / "m.gguf", without_tokens(from_hf(HF_CONFIG)), metadata=metadata)
+    assert open_gguf(tmp_path / "m.gguf").config.eos == expected
+
+
 @pytest.mark.parametrize("kind", QUANTISATIONS)
 def test_types(tmp_path: Path, kind: str) -> None:
     config = without_tokens(from_hf(WIDE))
