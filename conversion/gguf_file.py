@@ -51,6 +51,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
@@ -70,7 +71,7 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
 
 ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama"}
 
-_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True}
+_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
 """Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
 
 _EXPERT_TENSORS = {
@@ -436,6 +437,7 @@ def _layers(
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         qk_norm=family.qk_norm,
+        joint_qk_norm=family.joint_qk_norm,
     )
     if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)

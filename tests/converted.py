@@ -68,6 +68,7 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **_EXPERTS, "norm_topk_prob": True},
     "qwen2_moe": {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16},
     "mixtral": {
         "model_type": "mixtral",
         "num_local_experts": 4,

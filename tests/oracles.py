@@ -138,6 +138,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_plain(1e6),
         },
     ),
+    "olmoe": (
+        "olmoe",
+        {
+            "head_dim": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 20,
+            "num_key_value_heads": 3,
+            **_plain(1e4),
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_plain(1e6)}),
     # The attention scale is not that of the head dim, and layers with a window have a rotary embedding of their own.
     "gemma-3": (

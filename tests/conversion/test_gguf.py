@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "qwen2moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3},
     "gemma3": GEMMA3,
     "gemma3-every": {key: value for key, value in GEMMA3.items() if key != "layer_types"}
