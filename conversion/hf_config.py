@@ -217,6 +217,16 @@ FAMILIES: Mapping[str, Family] = {
         bos=1,
         eos=(32000,),
     ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        num_kv_heads=8,
+        head_dim=128,
+        qkv_bias=None,
+        default_bias=True,
+        mlp_bias=True,
+        bos=0,
+        eos=(2,),
+    ),
     "glm": _GLM,
     "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", norms="both"),
     "gemma3_text": Family(

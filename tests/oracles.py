@@ -106,6 +106,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_longrope(128, 3),
         },
     ),
+    "seed-oss": ("seed_oss", {"head_dim": 16, **_plain(1e7)}),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
     "qwen3-moe": (
         "qwen3_moe",

@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0]},
     },
+    "seed-oss": {"model_type": "seed_oss", "head_dim": 16},
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
     "qwen3-moe": EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
