@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import struct
@@ -35,7 +36,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, listed, shortened, told
-from .gguf_tokenizer import END_TEXTS, read_tokenizer
+from .gguf_tokenizer import ends, read_tokenizer
 from .hf_config import FAMILIES, WINDOW_PATTERN, Family
 from .layout import Layout, hf_layout
 from .mapped import mapped
@@ -50,6 +51,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
@@ -69,7 +71,7 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
 
 ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama"}
 
-_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True}
+_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
 """Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
 
 _EXPERT_TENSORS = {
@@ -390,11 +392,9 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
     vocab_size = int(embedding.shape[1])
     named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
-    texts = metadata.get("tokenizer.ggml.tokens")
-    eos = (
-        *named,
-        *(i for i, text in enumerate(texts[:vocab_size] if isinstance(texts, list) else ()) if text in END_TEXTS),
-    )
+    texts, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    typed = itertools.zip_longest(texts if isinstance(texts, list) else (), types if isinstance(types, list) else ())
+    eos = (*named, *(i for i, token in enumerate(itertools.islice(typed, vocab_size)) if ends(*token)))
     try:
         return ModelConfig(
             family=family_name,
@@ -437,6 +437,7 @@ def _layers(
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         qk_norm=family.qk_norm,
+        joint_qk_norm=family.joint_qk_norm,
     )
     if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)

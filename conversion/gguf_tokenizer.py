@@ -2,7 +2,7 @@
 
 Byte-level BPE (`tokenizer.ggml.model` "gpt2") and SentencePiece BPE ("llama") are supported. For the first, the file
 does not contain the regular expression that splits text before merging, only its name (`tokenizer.ggml.pre`). The
-second is converted to BPE with byte fallback. `gguf_file.py` calls `read_tokenizer` and uses `END_TEXTS`.
+second is converted to BPE with byte fallback. `gguf_file.py` calls `read_tokenizer` and `ends`.
 """
 
 import warnings
@@ -85,7 +85,7 @@ END_TEXTS = frozenset(
 )
 """Texts of tokens that always end an answer: llama.cpp's list for the supported families.
 
-They count as control tokens, whatever their `token_type`.
+They count as control tokens, whatever their `token_type`. `</s>` is an exception, see `ends`.
 """
 
 _PHI3_STRIPS_NOT = ("<unk>", "<s>", "<|endoftext|>")
@@ -126,6 +126,11 @@ class _Fields(Strict):
     eos_token_id: Id | None = None
     unknown_token_id: Id | None = None
     padding_token_id: int | None = None
+
+
+def ends(text: object, token_type: object) -> bool:
+    """Whether a token always ends an answer. A user-defined `</s>` does not: it is an HTML tag in Gemma's vocabulary."""
+    return text in END_TEXTS and (text != "</s>" or token_type != _USER_DEFINED)
 
 
 def read_tokenizer(
@@ -199,7 +204,7 @@ def read_tokenizer(
         phi3 = metadata.get("general.architecture") == "phi3"
         added: dict[bool, list[AddedToken]] = {True: [], False: []}
         for token, token_type in zip(tokens, types, strict=True):
-            if token in END_TEXTS:
+            if ends(token, token_type):
                 token_type = _CONTROL
             if token_type not in (_UNKNOWN, _CONTROL, _USER_DEFINED):
                 continue

@@ -73,7 +73,7 @@ class Family:
         default_bias: default of `attention_bias`.
         output_bias: whether `attention_bias` also adds a bias to the output projection.
         mlp_bias: whether `mlp_bias` is read.
-        qk_norm: as in `AttentionConfig`.
+        qk_norm, joint_qk_norm: as in `AttentionConfig`.
         norms: as in `LayerConfig`.
         norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP.
         norm_offset: as in `ModelConfig`.
@@ -90,6 +90,8 @@ class Family:
         experts: names of the experts, if the family has them.
         normalized: whether weights of a token's experts are divided by their sum; None if `norm_topk_prob` decides.
         shared_experts: whether experts have a shared MLP beside them, with a gate.
+        dense_layers: whether `decoder_sparse_step` and `mlp_only_layers` give layers a dense MLP. The width of experts is
+            then `moe_intermediate_size`, and otherwise `intermediate_size`.
         defaults: values of other fields that a config.json may leave out.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
         fused_qkv, fused_gate_up: whether the checkpoint stores these projections stacked in one tensor.
@@ -106,6 +108,7 @@ class Family:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     norms: Norms = "pre"
     norm_names: tuple[str, str, str, str] = (
         "input_layernorm",
@@ -124,6 +127,7 @@ class Family:
     experts: ExpertNames | None = None
     normalized: bool | None = None
     shared_experts: bool = False
+    dense_layers: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -164,6 +168,7 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=True,
         experts=ExpertNames(),
         shared_experts=True,
+        dense_layers=True,
         defaults=(
             ("num_experts", 60),
             ("num_experts_per_tok", 4),
@@ -178,7 +183,19 @@ FAMILIES: Mapping[str, Family] = {
         output_bias=True,
         qk_norm=True,
         experts=ExpertNames(),
+        dense_layers=True,
         defaults=(("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        norm_eps=1e-5,
+        qkv_bias=None,
+        output_bias=True,
+        qk_norm=True,
+        joint_qk_norm=True,
+        experts=ExpertNames(),
+        eos=(50279,),
+        defaults=(("num_experts", 64), ("num_experts_per_tok", 8)),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -199,6 +216,16 @@ FAMILIES: Mapping[str, Family] = {
         fused_gate_up=True,
         bos=1,
         eos=(32000,),
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        num_kv_heads=8,
+        head_dim=128,
+        qkv_bias=None,
+        default_bias=True,
+        mlp_bias=True,
+        bos=0,
+        eos=(2,),
     ),
     "glm": _GLM,
     "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", norms="both"),
@@ -327,6 +354,7 @@ class _Config(Strict):
     query_pre_attn_scalar: Positive | None = None
     final_logit_softcapping: Positive | None = None
     attn_logit_softcapping: Positive | None = None
+    clip_qkv: Positive | None = None
     use_bidirectional_attention: bool | None = None
     num_experts: Size | None = None
     num_local_experts: Size | None = None
@@ -435,6 +463,7 @@ def _kinds(
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias and family.output_bias,
             qk_norm=family.qk_norm,
+            joint_qk_norm=family.joint_qk_norm,
         )
         found[window] = LayerConfig(mixer, mlp, family.norms)
     return found
@@ -448,12 +477,14 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
         # Of files with both names, transformers 5 writes the first for Qwen, too.
         experts=_first(held.num_local_experts, held.num_experts),
         per_token=held.num_experts_per_tok or 1,
-        width=held.moe_intermediate_size or held.intermediate_size,
+        width=(held.moe_intermediate_size if family.dense_layers else None) or held.intermediate_size,
         normalized=bool(held.norm_topk_prob) if family.normalized is None else family.normalized,
         shared=held.shared_expert_intermediate_size if family.shared_experts else None,
         shared_gate=family.shared_experts,
         activation=family.activation,
     )
+    if not family.dense_layers:
+        return tuple(dataclasses.replace(layer, mlp=moe) for layer in layers)
     step, dense = _or(held.decoder_sparse_step, 1), _or(held.mlp_only_layers, [])
     return tuple(
         layer if i in dense or (i + 1) % step else dataclasses.replace(layer, mlp=moe) for i, layer in enumerate(layers)
@@ -534,7 +565,9 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
             )
     if config.attn_logit_softcapping is not None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
-    if family.experts is not None and family.windows == "none" and config.use_sliding_window:
+    if config.clip_qkv is not None:
+        raise CheckpointError(f"{source}: clip_qkv is not supported, as queries, keys and values are not clipped")
+    if family.dense_layers and config.use_sliding_window:
         raise CheckpointError(f"{source}: use_sliding_window of a {config.model_type} model is not supported")
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
@@ -677,11 +710,14 @@ def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     fields = {
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.per_token,
-        "moe_intermediate_size": moe.width,
         "norm_topk_prob": moe.normalized,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MLPConfig)],
     }
+    if family.dense_layers:
+        fields |= {
+            "moe_intermediate_size": moe.width,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MLPConfig)],
+        }
     return fields | ({"shared_expert_intermediate_size": moe.shared} if family.shared_experts else {})
 
 

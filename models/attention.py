@@ -54,5 +54,8 @@ def causal_attention(config: AttentionConfig, rope: Rope, q: Array, k: Array, v:
 
 
 def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
-    h = biased(h, bias).reshape(*h.shape[:-1], -1, layer.config.mixer.head_dim)
-    return h if norm is None else layer.norm(norm)(h)
+    mixer, h = layer.config.mixer, biased(h, bias)
+    if norm is not None and mixer.joint_qk_norm:
+        h = layer.norm(norm)(h)
+    h = h.reshape(*h.shape[:-1], -1, mixer.head_dim)
+    return h if norm is None or mixer.joint_qk_norm else layer.norm(norm)(h)

@@ -4,6 +4,9 @@ Pairs of a token and one of its experts are sorted by expert and cut into tiles 
 reads the expert's matrices from the stacked ones. The few pairs of a decoding step have a tile each, so that only their
 experts are read. Nothing is dropped: there is room for any load of the experts.
 
+The loop is used instead of `jax.lax.ragged_dot`. On CPU, XLA computes that as a matmul of all pairs with every expert. On
+TPU, XLA has a native version, but its outputs and hidden units of all pairs are in memory at once.
+
 Over a mesh, each device has some of the experts, whole, and computes the pairs of these. An all-reduce adds the outputs.
 """
 

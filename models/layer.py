@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -27,8 +26,7 @@ class OffsetNorm(NamedTuple):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Return x / sqrt(mean(x²) + eps) · (gain + offset)."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        wide = Norm(self.gain, self.eps).unit(x)
         gain = self.gain.astype(jnp.float32) + self.offset
         return (wide * jnp.broadcast_to(gain, wide.shape)).astype(x.dtype)
 

@@ -36,7 +36,10 @@ GROUP = 32
 
 @flax.struct.dataclass
 class Attention:
-    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim."""
+    """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim.
+
+    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together.
+    """
 
     q: Matrix
     k: Matrix
@@ -46,8 +49,8 @@ class Attention:
     k_bias: Float[Array, " KH"] | None = None
     v_bias: Float[Array, " KH"] | None = None
     o_bias: Float[Array, " D"] | None = None
-    q_norm: Float[Array, " H"] | None = None
-    k_norm: Float[Array, " H"] | None = None
+    q_norm: Float[Array, " _"] | None = None
+    k_norm: Float[Array, " _"] | None = None
 
 
 @flax.struct.dataclass
@@ -185,8 +188,8 @@ def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
             k_bias=optional(a.qkv_bias, keys),
             v_bias=optional(a.qkv_bias, keys),
             o_bias=optional(a.output_bias, width),
-            q_norm=optional(a.qk_norm, a.head_dim),
-            k_norm=optional(a.qk_norm, a.head_dim),
+            q_norm=optional(a.qk_norm, queries if a.joint_qk_norm else a.head_dim),
+            k_norm=optional(a.qk_norm, keys if a.joint_qk_norm else a.head_dim),
         ),
         mlp_norm=array(width),
         mlp=_abstract_experts(mlp, width, dtype) if isinstance(mlp, MoEConfig) else _abstract_mlp(mlp, width, dtype),

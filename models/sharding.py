@@ -132,6 +132,10 @@ def _get_shard(given: Mesh | AbstractMesh, config: ModelConfig, heads_coupled: b
             f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
         )
     for kind in config.kinds:
+        if heads > 1 and kind.mixer.joint_qk_norm:
+            raise ValueError(
+                f"{heads} devices along model cannot share heads whose queries and keys are normalised together; shard rows along data"
+            )
         if isinstance(kind.mlp, MoEConfig) and kind.mlp.experts % (model * slots):
             raise ValueError(
                 f"{model * slots} devices along model and sequence cannot share {kind.mlp.experts} experts, which each has "

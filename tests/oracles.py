@@ -106,6 +106,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_longrope(128, 3),
         },
     ),
+    "seed-oss": ("seed_oss", {"head_dim": 16, **_plain(1e7)}),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
     "qwen3-moe": (
         "qwen3_moe",
@@ -136,6 +137,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 20,
             "shared_expert_intermediate_size": 28,
             **_plain(1e6),
+        },
+    ),
+    "olmoe": (
+        "olmoe",
+        {
+            "head_dim": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 20,
+            "num_key_value_heads": 3,
+            **_plain(1e4),
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_plain(1e6)}),

@@ -33,7 +33,8 @@ class AttentionConfig:
         window: sliding attention window in tokens; None for full attention.
         scale: factor on attention logits; None for 1 / sqrt(H).
         qkv_bias, output_bias: which projections have a bias.
-        qk_norm: whether queries and keys are RMS-normalised per head before rotation.
+        qk_norm: whether queries and keys are RMS-normalised before rotation.
+        joint_qk_norm: whether `qk_norm` is over all heads of a token together instead of each head.
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
@@ -48,6 +49,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check the values. A scale that is the default becomes None, so that equal layers are equal values."""
@@ -61,6 +63,8 @@ class AttentionConfig:
             )
         if self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim:
             raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ValueError("joint_qk_norm=True needs qk_norm=True")
         if self.scale is not None and not 0 < self.scale < 1e6:
             raise ValueError(f"scale={self.scale} must lie between 0 and 1e6")
         if self.scale == self.head_dim**-0.5:

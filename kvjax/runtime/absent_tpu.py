@@ -20,7 +20,7 @@ from kvjax.runtime.engine import Engine, Memory
 CHIPS = {"v5e": ("v5e:1x1", [1, 1, 1]), "v5p": ("v5p:1x1x1", [1, 1, 1]), "v6e": ("v6e:1x1", [1, 1, 1])}
 """Topology of a single chip, by its generation."""
 
-HOSTS = {"v5e:2x2": [2, 2, 1], "v5p:2x2x1": [2, 2, 1], "v6e:2x4": [2, 4, 1]}
+HOSTS = {"v5e:2x2": [2, 2, 1], "v5p:2x2x1": [2, 2, 1], "v6e:2x2": [2, 2, 1], "v6e:2x4": [2, 4, 1]}
 """Chips of a host in each direction, by topology."""
 
 _HOST = {

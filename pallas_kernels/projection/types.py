@@ -23,6 +23,9 @@ class Norm(NamedTuple):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Return x / sqrt(mean(x²) + eps) · gain, computed in float32."""
+        return self.unit(x).astype(x.dtype) * jnp.broadcast_to(self.gain, x.shape)
+
+    def unit(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Return x / sqrt(mean(x²) + eps) in float32."""
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * jnp.broadcast_to(self.gain, x.shape)
+        return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)

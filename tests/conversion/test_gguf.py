@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "qwen2moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3},
     "gemma3": GEMMA3,
     "gemma3-every": {key: value for key, value in GEMMA3.items() if key != "layer_types"}
@@ -121,6 +122,15 @@ def test_end_tokens(tmp_path: Path, texts: list[str], named: dict[str, int], exp
     metadata: dict[str, Any] = {f"tokenizer.ggml.{name}": token for name, token in named.items()}
     config = dataclasses.replace(without_tokens(from_hf(HF_CONFIG)), family="phi3")
     write_gguf(tmp_path / "m.gguf", config, metadata=metadata | ({"tokenizer.ggml.tokens": texts} if texts else {}))
+    assert open_gguf(tmp_path / "m.gguf").config.eos == expected
+
+
+@pytest.mark.parametrize(("token_type", "expected"), [(1, (0, 1)), (3, (0, 1)), (4, (0,))])
+def test_a_user_defined_tag_is_no_end_token(tmp_path: Path, token_type: int, expected: tuple[int, ...]) -> None:
+    """`</s>` ends answers of Llama, and strikes text out in Gemma's vocabulary."""
+    tokens = {"tokens": ["<eos>", "</s>", "x"], "token_type": [3, token_type, 1], "eos_token_id": 0}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in tokens.items()}
+    write_gguf(tmp_path / "m.gguf", without_tokens(from_hf(HF_CONFIG)), metadata=metadata)
     assert open_gguf(tmp_path / "m.gguf").config.eos == expected
 
 

@@ -154,6 +154,10 @@ def test_wrong_mixtures_say_what_is_wrong() -> None:
     mesh = jax.sharding.AbstractMesh((2,), ("model",))
     with pytest.raises(ValueError, match="2 devices along model and sequence cannot share 3 experts"):
         get_shard(mesh, model(MoEConfig(3, 2, 8)))
+    with pytest.raises(ValueError, match=r"2 devices along model cannot share heads whose .* normalised together"):
+        get_shard(mesh, model(MoEConfig(4, 2, 8)).with_attention(qk_norm=True, joint_qk_norm=True))
+    with pytest.raises(ValueError, match="joint_qk_norm=True needs qk_norm=True"):
+        model(MoEConfig(4, 2, 8)).with_attention(joint_qk_norm=True)
 
 
 FIELDS = HF_CONFIG | {

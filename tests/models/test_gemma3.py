@@ -64,6 +64,7 @@ def test_its_tokenizer_loads_in_seconds(file: Path) -> None:
     assert tokenizer.encode("a\n\nb", add_special=False) == [236746, 108, 236763]
     turn = tokenizer.encode("<start_of_turn>user\nHi<end_of_turn>\n", add_special=False)
     assert turn == [105, 2364, 107, 10979, 106, 107]
+    assert checkpoint.config.eos == (1, 106)  # not 212, the tag </s>
 
 
 def test_logits_and_greedy_tokens(gemma: Params) -> None:

@@ -1,0 +1,136 @@
+"""Tiny random checkpoints, and the GGUF files that llama.cpp's converter makes of them.
+
+The files are in `conversion/converted`, where `converter.json` names the converter's commit. This makes them again, with torch,
+transformers and sentencepiece installed:
+
+    python tests/converted.py FOLDER_OF_LLAMA_CPP COMMIT
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoints import byte_tokenizer, weights
+
+import kvjax
+from kvjax.conversion import from_hf, from_state_dict
+from kvjax.models import Params
+
+FOLDER = Path(__file__).parent / "conversion/converted"
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 20000.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+CHECKPOINTS: Mapping[str, dict[str, Any]] = {
+    "llama-3.1": {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "phi3": {"model_type": "phi3", "sliding_window": 20},
+    "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 265,  # the converter drops rows beyond its own count of tokens
+        "num_hidden_layers": 7,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 16,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "intermediate_size": 16,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **_EXPERTS, "norm_topk_prob": True},
+    "qwen2_moe": {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "sliding_window": None,
+    },
+}
+"""Fields of each config.json besides the sizes. Gemma's files have a window in all layers but each sixth."""
+
+_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "glm4": "glm4"}
+"""Name of the pre-tokenizer, by `model_type`; "qwen2" for others. The converter knows those of published tokenizers alone."""
+
+
+_CONVERT = """
+import json, runpy, sys
+folder, jobs = sys.argv[1:]
+sys.path[:0] = [folder + "/gguf-py", folder]
+from conversion.base import TextModel
+for splitter, model, out in json.loads(jobs):
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: splitter
+    sys.argv[1:] = [model, "--outfile", out, "--outtype", "f16"]
+    runpy.run_path(folder + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
+def checkpoint(name: str) -> Params:
+    """The checkpoint, in numbers that float16 has, so that files are exact."""
+    config = from_hf(_SIZES | CHECKPOINTS[name])
+    tensors = weights(config, seed=list(CHECKPOINTS).index(name))
+    scaled = {key: x if "norm" in key else 3 * x for key, x in tensors.items()}
+    return from_state_dict(config, {key: x.astype(np.float16).astype(np.float32) for key, x in scaled.items()})
+
+
+def main() -> None:
+    """Convert all checkpoints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("llama_cpp", type=Path, help="folder with llama.cpp's convert_hf_to_gguf.py")
+    parser.add_argument("commit", help="its commit, which is written beside the files")
+    given = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = []
+        for name, fields in CHECKPOINTS.items():
+            path = Path(folder) / name
+            kvjax.save(checkpoint(name), path, format="safetensors")
+            write_tokenizer(path)
+            jobs.append((_SPLITTERS.get(fields["model_type"], "qwen2"), str(path), str(FOLDER / f"{name}.gguf")))
+        # A process of its own, since the converter comes with another version of the package `gguf`.
+        subprocess.run([sys.executable, "-c", _CONVERT, str(given.llama_cpp), json.dumps(jobs)], check=True)
+    made = {"converter": "ggml-org/llama.cpp, convert_hf_to_gguf.py", "commit": given.commit, "outtype": "f16"}
+    (FOLDER / "converter.json").write_text(json.dumps(made, indent=1) + "\n")
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer with the special tokens that the converter looks for."""
+    backend = byte_tokenizer()
+    backend.add_special_tokens(["<|endoftext|>", "<|user|>"])
+    backend.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    main()

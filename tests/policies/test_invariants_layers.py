@@ -1,0 +1,142 @@
+"""The invariants in which a model takes part, of every policy, over models with other layers than Llama's.
+
+One model has layers with windows among those that policies compress, and one has mixtures of experts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from policies import test_invariants as plain
+from policies.driver import TINY, as_if_alone
+from schedules import check, lone
+
+import kvjax
+from kvjax.cache import layer_specs
+from kvjax.config import LayerConfig, ModelConfig, MoEConfig
+from kvjax.models import Params, init
+from kvjax.policies import Policy
+from kvjax.policies.families.ring import RingLayer
+from kvjax.runtime import session
+
+REPRESENTATIVE = {
+    "windows": {"treekv", "adakv", "quest", "turboquant(full)"},
+    "experts": {"snapkv"},
+}
+"""Policies of the slow tier, by model. Other policies are in the tier `long`. Windows have policies that merge tokens, that
+have a budget per head, that select and that quantise. Experts change no cache.
+"""
+
+
+def windowed(config: ModelConfig, *windows: int | None) -> ModelConfig:
+    """The model with its layer repeated, with these windows."""
+    layer = config.layers[0]
+    mixers = (dataclasses.replace(layer.mixer, window=window) for window in windows)
+    return dataclasses.replace(config, layers=tuple(dataclasses.replace(layer, mixer=mixer) for mixer in mixers))
+
+
+def mixed(config: ModelConfig) -> ModelConfig:
+    """The model with experts in its two layers, the second of which has a shared MLP too."""
+    experts = MoEConfig(4, 2, 32), MoEConfig(5, 2, 16, normalized=False, shared=32, shared_gate=True)
+    return dataclasses.replace(config, layers=tuple(LayerConfig(config.layers[0].mixer, each) for each in experts))
+
+
+@functools.cache
+def model(name: str) -> Params:
+    """A random model that policies which are bound to `TINY` fit."""
+    if name == "experts":
+        return init(mixed(TINY), jax.random.key(6))
+    found = init(windowed(TINY, 8, None, 24, None), jax.random.key(5))
+    assert found.config.for_policy == TINY
+    return found
+
+
+def bound(policy: Policy, params: Params) -> Policy:
+    """The policy for all layers of a model."""
+    found = policy.for_model(params.config)
+    specs = layer_specs(params.config, 1, 54, 12, params.dtype)
+    rings = [spec.window is not None for spec in specs]
+    assert [isinstance(found.layer(spec), RingLayer) for spec in specs] == rings
+    return found
+
+
+def over_models(policies: list[Policy]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test for each model and policy."""
+    params = [
+        pytest.param(
+            name,
+            policy,
+            id=f"{name}-{policy.info.name}",
+            marks=pytest.mark.slow if policy.info.name in representative else pytest.mark.long,
+        )
+        for name, representative in REPRESENTATIVE.items()
+        for policy in policies
+    ]
+    return pytest.mark.parametrize(("name", "policy"), params)
+
+
+def test_representatives_exist() -> None:
+    assert set().union(*REPRESENTATIVE.values()) <= {policy.info.name for policy in plain.TIGHT}
+
+
+@over_models(plain.AMPLE)
+def test_ample_budget_is_the_full_cache(name: str, policy: Policy) -> None:
+    plain.test_ample_budget_is_the_full_cache(bound(policy, model(name)), model(name))
+
+
+@over_models(plain.TIGHT)
+def test_rows_are_independent(name: str, policy: Policy) -> None:
+    fits = policy.info.refits_values
+    atol = 1e-4 if fits else 2e-5
+    as_if_alone(model(name), plain.PROMPTS, policy=bound(policy, model(name)), atol=atol, **plain.GREEDY)
+
+
+@over_models(plain.TIGHT)
+def test_cache_is_donated(name: str, policy: Policy) -> None:
+    plain.test_cache_is_donated(bound(policy, model(name)), model(name))
+
+
+@over_models(plain.TIGHT)
+def test_compiler_agrees_on_bytes(name: str, policy: Policy) -> None:
+    plain.test_compiler_agrees_on_bytes(bound(policy, model(name)), model(name))
+
+
+@over_models(plain.TIGHT)
+def test_state_round_trips(name: str, policy: Policy, tmp_path) -> None:
+    plain.test_state_round_trips(bound(policy, model(name)), model(name), tmp_path)
+
+
+@over_models([policy for policy in plain.TIGHT if not policy.info.transform])
+def test_one_block_is_the_prompt(name: str, policy: Policy) -> None:
+    """Chunked prefill with one block keeps and answers what a whole prompt does, with those policies that have it."""
+    params = model(name)
+    found = bound(policy, params)
+    specs = layer_specs(params.config, 1, 54, 12, params.dtype, block=64)
+    if any(found.layer(spec).reads != "blocks" for spec in specs):
+        pytest.skip("chunked prefill of whole blocks is not supported")
+    whole, block = (
+        kvjax.generate(params, plain.PROMPTS[0], policy=found, prefill_block=size, **plain.GREEDY)
+        for size in (None, 64)
+    )
+    assert whole.tokens == block.tokens
+    np.testing.assert_allclose(whole.logprobs, block.logprobs, atol=2e-5)
+
+
+@over_models([policy for policy in plain.TIGHT if "offloaded" not in policy.info.name])
+def test_rows_of_a_running_batch_are_those_of_the_row_alone(name: str, policy: Policy) -> None:
+    """Tokens and all arrays of the caches, bit for bit, whichever rows are inserted beside."""
+    check(*lone(bound(policy, model(name)), model(name)), range(2))
+
+
+@over_models(plain.TIGHT)
+def test_a_session_is_the_same_in_pieces(name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, turn = plain.PROMPTS[0], [3, 1, 4, 1, 5, 9, 2]
+    answers = []
+    for piece in (session.PIECE, 4):
+        monkeypatch.setattr(session, "PIECE", piece)
+        talk = kvjax.Session(model(name), prompt, bound(policy, model(name)), max_new_tokens=30)
+        answers.append([talk.generate(turn, 6, ignore_eos=True).tokens for _ in range(2)])
+    assert answers[0] == answers[1]
