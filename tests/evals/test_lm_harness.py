@@ -8,6 +8,7 @@ model without a tokenizer, and `smollm2` is the default model in float32.
 """
 
 import dataclasses
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,6 +95,113 @@ def test_generation(talker, model):
     found = model.generate_until(requests(("hello", options), ("good day to you", options)))
     for prompt, text in zip(("hello", "good day to you"), found, strict=True):
         assert text == kvjax.generate(talker, prompt, max_new_tokens=6, stop="\n").text
+
+
+CONVERSATION = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "The best answer is"}]
+
+
+def test_a_prefix_of_the_answer_stays_open(model):
+    """Tasks with `gen_prefix`, such as all of RULER, begin the assistant's message. The model continues it."""
+    text = model.apply_chat_template(CONVERSATION, add_generation_prompt=False)
+    assert text == "<|user|>What is 2+2?</s>\n<|assistant|>The best answer is"
+    text = model.apply_chat_template(CONVERSATION[:1])
+    assert text == "<|user|>What is 2+2?</s>\n<|assistant|>"
+
+
+def test_a_refused_system_message_is_left_out(talker):
+    """As Gemma's template refuses it."""
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer = talker.tokenizer
+    other = Tokenizer(tokenizer.backend, eos=tokenizer.eos, chat_template=refusing + tokenizer.chat_template)
+    model = lm_harness.register()(talker, tokenizer=other)
+    with pytest.warns(UserWarning, match="system message is left out: .*System role not supported"):
+        text = model.apply_chat_template([{"role": "system", "content": "Be brief."}, *CONVERSATION[:1]])
+    assert text == model.apply_chat_template(CONVERSATION[:1])
+    without = Tokenizer(tokenizer.backend, eos=tokenizer.eos)
+    with pytest.raises(ValueError, match="no chat template"):
+        lm_harness.register()(talker, tokenizer=without).apply_chat_template([{"role": "system", "content": "x"}])
+
+
+SAMPLED = {"until": [], "do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
+
+
+def test_repeats_are_different_samples(talker):
+    """pass@k and maj@k ask the same prompt k times."""
+    model = lm_harness.register()(talker, max_length=40, batch_size=4)
+    assert len(set(model.generate_until(requests(*[("hello", SAMPLED)] * 8)))) == 8
+
+
+def test_every_request_has_a_seed_of_its_own(talker, monkeypatch):
+    """Seeds follow from the request's number, whatever its batch, its length, and the calls before."""
+    seeds = []
+
+    def answer(params, prompts, seed, **options):
+        seeds.extend(zip(seed, map(len, prompts), strict=True))
+        return [SimpleNamespace(tokens=[5]) for _ in prompts]
+
+    def seeds_of(model, options=SAMPLED):
+        seeds.clear()
+        model.generate_until(requests(*(("hello" * size, options) for size in (1, 20, 1, 20))))
+        return sorted(seeds)
+
+    monkeypatch.setattr(lm_harness, "generate", answer)
+    made = lm_harness.register()
+    model = made(talker, seed=7)
+    assert [seed for seed, _ in seeds_of(model)] == [7, 8, 9, 10]
+    assert [size for _, size in seeds_of(model)] == [size for _, size in seeds_of(made(talker, batch_size=1))]
+    assert [seed for seed, _ in seeds_of(model)] == [15, 16, 17, 18]
+    assert seeds_of(made(talker), SAMPLED | {"seed": 100})[0][0] == 100
+    default = []
+    for seed in (5, 5, 6):  # the harness's --seed
+        random.seed(seed)
+        default.append(made(talker).seed)
+    assert default[0] == default[1] != default[2]
+
+
+def test_generation_arguments(model):
+    """They are normalised as for the harness's own models."""
+    for names in ({"max_completion_tokens": 7}, {"max_gen_toks": None, "max_tokens": 7}, {"max_new_tokens": 7}):
+        assert model._options({"until": "x"} | names)["max_new_tokens"] == 7
+    assert model._options({})["max_new_tokens"] == 256
+    sampled = {"do_sample": True, "top_k": 0, "top_p": 0.9}
+    assert model._options(sampled) == model._options({}) | {
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": 0.9,
+        "min_p": None,
+    }
+    assert model._options({"temperature": 0.8})["temperature"] == 0.8
+    assert model._options({"do_sample": False, "temperature": 0.8})["temperature"] == 0
+    with pytest.warns(UserWarning, match=r"does not have are ignored: \{'num_beams': 4\}"):
+        model._options({"num_beams": 4})
+
+
+def test_contexts_and_continuations_that_the_harness_refuses(talker, model):
+    """Both asserts of the harness's `hf` model: no context, and no continuation."""
+    found = model.loglikelihood(requests(("   ", "x y"), ("", "   x y"), ("he", "ll")), disable_tqdm=True)
+    assert found[0] == found[1], "a context of white space is an empty one"
+    alone = [*talker.tokenizer.encode("he"), *talker.tokenizer.encode("ll", add_special=False)]
+    assert len(talker.tokenizer.encode("hell")) == 1
+    assert found[2][0] == pytest.approx(logprobs(talker, alone).sum(), abs=2e-4)
+    with pytest.raises(ValueError, match="a continuation has 41 tokens, but max_length=40"):
+        model.loglikelihood(requests(("hello", "x" * 41)), disable_tqdm=True)
+
+
+def test_bos_is_not_predicted(shared):
+    """A Llama tokenizer adds BOS, which is already the context of the first token."""
+    params = kvjax.load(shared / "data/models/stories260K-hf", dtype="float32")
+    text = "Once upon a time there was a dog."
+    tokens = params.tokenizer.encode(text)
+    assert tokens[0] == params.tokenizer.bos
+    model = lm_harness.register()(params)
+    assert model.loglikelihood_rolling(requests((text,))) == [pytest.approx(logprobs(params, tokens).sum(), abs=1e-3)]
+    # SentencePiece drops the space at the beginning of a text, which is the answer alone.
+    (answer,) = model.generate_until(requests(("Once upon a time, there was a girl named", {"max_gen_toks": 4})))
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(shared / "data/models/stories260K-hf")
+    tokens = kvjax.generate(params, "Once upon a time, there was a girl named", max_new_tokens=4).tokens
+    assert answer == theirs.decode(tokens, skip_special_tokens=True)
+    assert not answer.startswith(" ")
 
 
 def test_what_it_refuses(talker, tiny):
