@@ -132,7 +132,8 @@ def make_task(
     """The task of that name.
 
     Args:
-        window: length of the model's context window in tokens; LongBench's prompts are truncated to it.
+        window: length of the model's context window in tokens. LongBench's prompts are truncated to it, less room for the answer and the
+            chat template.
 
     Raises:
         ValueError: the name is unknown, or an input that the task needs is not given.
@@ -157,7 +158,7 @@ def make_task(
         return longbench.LongBench(
             task,
             str(path / f"{task}.jsonl" if path.is_dir() else path),
-            max_length=inputs.length(window - longbench.tasks()[task]["max_new_tokens"]),
+            max_length=inputs.length(window - longbench.TEMPLATE - longbench.tasks()[task]["max_new_tokens"]),
             samples=inputs.samples,
         )
     if name == "gsm8k":
