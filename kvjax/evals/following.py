@@ -53,8 +53,10 @@ def following(
         ValueError: a context or continuation is empty.
         PolicyError: the policy cannot work with these lengths.
     """
-    if not all(context and continuation for context, continuation in pairs):
-        raise ValueError("a context or a continuation is empty; give at least one token of each")
+    for i, (context, continuation) in enumerate(pairs):
+        if not (context and continuation):
+            sizes = f"{len(context)} tokens of context and {len(continuation)} of continuation"
+            raise ValueError(f"pair {i} has {sizes}; give at least one token of each")
     policy = policy.for_model(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
