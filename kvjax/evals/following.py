@@ -50,13 +50,13 @@ def following(
         mesh: devices to run over, as for `kvjax.Engine`; pairs that run together are sharded evenly along "data".
 
     Raises:
-        ValueError: a context or continuation is empty.
+        ValueError: a context or continuation is empty. The message has the index of the pair.
         PolicyError: the policy cannot work with these lengths.
     """
     for i, (context, continuation) in enumerate(pairs):
         if not (context and continuation):
-            sizes = f"{len(context)} tokens of context and {len(continuation)} of continuation"
-            raise ValueError(f"pair {i} has {sizes}; give at least one token of each")
+            part = "continuation" if context else "context"
+            raise ValueError(f"the {part} of pair {i} is empty; give at least one token of each")
     policy = policy.for_model(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):

@@ -8,6 +8,7 @@ model without a tokenizer, and `smollm2` is the default model in float32.
 """
 
 import dataclasses
+import json
 import random
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from oracles import logits as logits_of
 import kvjax
 from kvjax.config import Yarn
 from kvjax.conversion import Tokenizer
-from kvjax.evals import lm_harness
+from kvjax.evals import Format, lm_harness, ruler
+from kvjax.evals.ruler.scoring import match_all
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the `lm-eval` extra")
 
@@ -221,20 +223,65 @@ def test_what_it_refuses(talker, tiny):
         lm_harness.register()(talker, policy="treekv", bugdet=3)
 
 
-@pytest.mark.long
-def test_agrees_with_hf_model(smollm2, shared, tmp_path):
-    """Log-likelihoods of last words, as in LAMBADA, and rolling ones of WikiText, with the same float32 weights."""
+@pytest.fixture(scope="module")
+def hf_model(tmp_path_factory):
+    """The harness's `hf` model with the weights of `smollm2`, for at most 1024 tokens."""
     transformers = pytest.importorskip("transformers")
     from kvjax.conversion import convert
 
-    convert(None, tmp_path / "hf", format="safetensors", dtype="float32")  # None: the default model, as `smollm2`
-    theirs = pytest.importorskip("lm_eval.models.huggingface").HFLM(
-        pretrained=transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32"),
-        tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+    path = tmp_path_factory.mktemp("hf") / "hf"
+    convert(None, path, format="safetensors", dtype="float32")  # None: the default model, as `smollm2`
+    return pytest.importorskip("lm_eval.models.huggingface").HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32"),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(path),
         max_length=1024,
         batch_size=1,
     )
-    ours = lm_harness.register()(smollm2, max_length=1024, batch_size=2)
+
+
+@pytest.mark.long
+def test_ruler_scores_as_with_hf_model(smollm2, hf_model, tmp_path):
+    """Tasks with `gen_prefix` and a chat template, through the harness: the same prompts, answers and scores.
+
+    The harness's own RULER tasks download their texts, so these are kvjax's with their form.
+    """
+    form, rows = Format(smollm2.tokenizer), []
+    for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"):
+        for example in ruler.ruler(name, 700, samples=3).examples(form):
+            text = example.context + example.question
+            rows.append({"input": text, "gen_prefix": example.prefix.strip(), "outputs": list(example.answers)})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "ruler_here",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{input}}",
+        "doc_to_target": "{{outputs}}",
+        "gen_prefix": "{{gen_prefix}}",
+        "process_results": lambda doc, results: {"score": match_all(results[0], doc["outputs"])},
+        "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": {"do_sample": False, "temperature": 0.0, "max_gen_toks": 48, "until": []},
+        "repeats": 1,
+    }
+    found = []
+    for model in (lm_harness.register()(smollm2, max_length=1024, batch_size=2), hf_model):
+        result = lm_eval.simple_evaluate(model=model, tasks=[dict(task)], apply_chat_template=True, bootstrap_iters=0)
+        samples = sorted(result["samples"]["ruler_here"], key=lambda sample: sample["doc_id"])
+        prompts = [sample["arguments"][0][0] for sample in samples]
+        found.append(
+            (prompts, [sample["resps"][0][0] for sample in samples], result["results"]["ruler_here"]["score,none"])
+        )
+    assert all(prompt.endswith(row["gen_prefix"]) for prompt, row in zip(found[0][0], rows, strict=True))
+    assert found[0] == found[1]
+    assert found[0][2] > 0.2
+
+
+@pytest.mark.long
+def test_agrees_with_hf_model(smollm2, hf_model, shared):
+    """Log-likelihoods of last words, as in LAMBADA, and rolling ones of WikiText, with the same float32 weights."""
+    theirs, ours = hf_model, lm_harness.register()(smollm2, max_length=1024, batch_size=2)
     text = (shared / "data/text/wikitext-2/test.txt").read_text()[:9000]
     sentences = [line for line in text.split(" . ") if len(line.split()) > 12][:12]
     pairs = [tuple(sentence.rsplit(" ", 1)) for sentence in sentences]
