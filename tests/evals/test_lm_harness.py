@@ -247,7 +247,7 @@ def test_ruler_scores_as_with_hf_model(smollm2, hf_model, tmp_path):
     """
     form, rows = Format(smollm2.tokenizer), []
     for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"):
-        for example in ruler.ruler(name, 700, samples=3).examples(form):
+        for example in ruler.ruler(name, 900, samples=3).examples(form):
             text = example.context + example.question
             rows.append({"input": text, "gen_prefix": example.prefix.strip(), "outputs": list(example.answers)})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
