@@ -8,7 +8,6 @@ from typing import Any
 
 from kvjax.cache import bucket
 from kvjax.evals import Example, Format, Task
-from kvjax.evals.longbench import TEMPLATE
 from kvjax.evals.longbench import tasks as longbench_tasks
 from kvjax.evals.ruler import TASKS
 from kvjax.evals.tasks import Inputs, make_task
@@ -22,6 +21,9 @@ STRATA = 4
 
 GRAIN = 128
 """Tokens that these lengths are multiples of."""
+
+TEMPLATE = 64
+"""Tokens left free for the chat template around a prompt that LongBench cuts."""
 
 
 @dataclasses.dataclass(frozen=True)

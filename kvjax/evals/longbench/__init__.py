@@ -20,9 +20,6 @@ from kvjax.evals.task import Example, Format
 
 from . import metrics as metrics
 
-TEMPLATE = 64
-"""Tokens left for the chat template around a prompt that is cut to a model's window."""
-
 
 @cache
 def tasks() -> dict[str, dict[str, Any]]:
