@@ -62,6 +62,24 @@ def following(tokenizer: Tokenizer, messages: _Messages, message: int, *, add_ge
     return rest
 
 
+def unfinished(tokenizer: Tokenizer, messages: _Messages) -> str:
+    """Render a conversation up to the end of the last message's content, so that the model continues this message.
+
+    This is transformers' `continue_final_message=True`. If the template removes white space around messages, trailing
+    white space of the content is removed too.
+
+    Raises:
+        ValueError: the model has no template, or the template rejects the messages or omits the last one.
+    """
+    marker, content = _marker(tokenizer, messages), str(messages[-1]["content"])
+    text, found, rest = tokenizer.render(
+        _with_content(messages, -1, f"{content}{marker} "), add_generation_prompt=False
+    ).rpartition(marker)
+    if not found or content.strip() not in text:
+        raise _left_out(messages[-1])
+    return text if rest.startswith(" ") else text.rstrip()
+
+
 def next_turn(tokenizer: Tokenizer, messages: _Messages, message: Mapping[str, Any]) -> str:
     """Text that a template adds for one more message, up to the opening of the assistant's answer.
 

@@ -24,15 +24,16 @@ def means_interval(groups: Iterable[Iterable[float]]) -> tuple[float, float]:
     """The mean over groups of their means, and half the width of its interval; groups are independent.
 
     Degrees of freedom are Welch's and Satterthwaite's: of variances v_i of means of n_i samples, (Σ v_i)² / Σ (v_i² / (n_i - 1)).
-    The width is 0 if all samples of each group are equal.
+    If all samples of each group are equal, their variance says nothing. A share p of other samples, which may differ by 1 as scores do,
+    would then have been missed with probability (1 - p)^n. The width is the p at which this is 1 - LEVEL, about 3 / n (the rule of three).
     """
     arrays = [np.asarray(list(group), float) for group in groups]
     mean = float(np.mean([np.mean(array) for array in arrays]))
     if min(len(array) for array in arrays) < 2:
         return mean, float("nan")
+    if all(np.allclose(array, array[0], rtol=1e-9, atol=1e-12) for array in arrays):  # equal but for rounding
+        return mean, 1 - (1 - LEVEL) ** (1 / sum(map(len, arrays)))
     variances = np.asarray([np.var(array, ddof=1) / len(array) for array in arrays])
     total = float(np.sum(variances))
-    if total == 0:
-        return mean, 0.0
     freedom = total**2 / sum(v**2 / (len(array) - 1) for v, array in zip(variances, arrays, strict=True))
     return mean, float(stdtrit(freedom, (1 + LEVEL) / 2)) * total**0.5 / len(arrays)

@@ -23,7 +23,7 @@ import kvjax
 from benchmarks import report
 from kvjax import Engine
 from kvjax.cache import bucket
-from kvjax.evals import GSM8K, Example
+from kvjax.evals import GSM8K, Example, Format
 from kvjax.evals.report import ResultFile, header, model_fingerprint, read_rows
 from kvjax.policies.text import split_policies
 from reproduction import models, sections
@@ -34,6 +34,13 @@ from reproduction.sections import Section, device
 
 POLICIES = "full,rkv,triattention,recompress(snapkv; every=128),h2o,treekv,streaming_llm"
 """Policies for models that reason, and policies that evict with every token."""
+
+
+UNMENDED = """
+These answers were scored before a mend of the scorer, and were not kept. Then the number of a heading such as `#### 1.` counted instead of a
+box behind it, as did the last number of a box, such as the exponent of a unit. Right answers of this kind are counted as wrong.
+"""
+"""What the section says of a result file without answers."""
 
 
 def main() -> None:
@@ -55,9 +62,13 @@ def main() -> None:
     )
     parser.add_argument("--record", type=Path, metavar="PART", help="make the result file and the section of this one")
     parser.add_argument("--render", action="store_true", help="write the page's section from the result file")
+    parser.add_argument("--rescore", type=Path, metavar="RESULTS", help="score the answers of this result file again")
     args = parser.parse_args()
     if args.record:
         record(args.record)
+        SECTION.write()
+    elif args.rescore:
+        rescore(args.rescore, args.data)
         SECTION.write()
     elif args.render:
         SECTION.write()
@@ -111,7 +122,7 @@ def measure(args: argparse.Namespace) -> None:
             if engine is None:
                 left += len(work) - i
                 break
-            row = scored(params, engine, task, prompts[chosen], examples[chosen], args.new_tokens)
+            row = scored(params, engine, task, form, prompts[chosen], examples[chosen], args.new_tokens)
         except Exception as error:  # of one policy; the others still have their turns
             left += 1
             print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
@@ -137,25 +148,27 @@ def scored(
     params: kvjax.Params,
     engine: Engine,
     task: GSM8K,
+    form: Format,
     prompts: Sequence[list[int]],
     examples: Sequence[Example],
     new_tokens: int,
 ) -> dict[str, Any]:
     """Answers to one batch, scored."""
     answers = answered(params, engine, prompts, None, new_tokens)
+    texts = [form.opening(example) + (each.text or "") for each, example in zip(answers, examples, strict=False)]
     return {
         "held": (engine.cache_bytes + engine.host_cache_bytes) // engine.batch,
         "full": engine.full_cache_bytes // engine.batch,
-        "scores": [task.score(each.text or "", example) for each, example in zip(answers, examples, strict=True)],
+        "scores": [task.score(text, example) for text, example in zip(texts, examples, strict=True)],
         "new_tokens": [len(each.tokens) for each in answers],
         "ended": [each.stop_reason == "eos" for each in answers],
         "decode_seconds": round(answers[0].stats.decode_seconds, 3),
-        "answers": [each.text for each in answers],
+        "answers": texts,
     }
 
 
 def record(part: Path) -> Path:
-    """Make the result file: a score for each problem, without the answers."""
+    """Make the result file: a score for each problem, with the answers, so that `--rescore` can score them again."""
     with part.open(encoding="utf-8") as file:
         begun = json.loads(file.readline())["header"]
     found: dict[str, dict[str, Any]] = {}
@@ -164,11 +177,27 @@ def record(part: Path) -> Path:
         if row["first"] == len(
             entry.get("scores", [])
         ):  # without a gap, so that scores of policies are of the same problems
-            for name in ("scores", "new_tokens", "ended"):
+            for name in ("scores", "new_tokens", "ended", "answers"):
                 entry.setdefault(name, []).extend(row[name])
     out = sections.RESULTS / f"reasoning-{sections.slug(begun)}.json"
     report.write(out, begun, [row for row in found.values() if "scores" in row])
     return out
+
+
+def rescore(file: Path, data: Path) -> None:
+    """Score the answers of a result file again.
+
+    Raises:
+        SystemExit: the file has no answers.
+    """
+    content = report.read(file)
+    task = GSM8K(str(data), None, shots=0)
+    examples = task.examples(Format(tokenizer=None, chat=True))  # pyright: ignore[reportArgumentType]
+    for row in content["rows"]:
+        if "answers" not in row:
+            raise SystemExit(f"{file} has no answers of {row['policy']}; measure again")
+        row["scores"] = [task.score(text, each) for text, each in zip(row["answers"], examples, strict=False)]
+    report.write(file, content["header"], content["rows"])
 
 
 def section(content: Mapping[str, Any]) -> str:
@@ -179,7 +208,7 @@ def section(content: Mapping[str, Any]) -> str:
 GSM8K, {" to ".join(map(str, counts))} problems, zero-shot with step-by-step reasoning in up to {about["new_tokens"]} tokens (`python -m reproduction.reasoning`). {models.title(about)} in {about["dtype"]} on one {device(content["header"])}.
 Every policy has {about["budget"]} slots per head for problem and answer. Some hold more between compressions, so compare the bytes too. Means and standard errors in percent. Differences from the full cache are paired over
 problems that both have answered. *Ended*: answers that ended by themselves.
-
+{"" if all("answers" in row for row in rows) else UNMENDED}
 {table(rows)}"""
 
 

@@ -9,6 +9,7 @@ from .needle import NeedleInAHaystack as NeedleInAHaystack
 from .perplexity import Perplexity as Perplexity
 from .perplexity import streaming as streaming
 from .perplexity import windowed as windowed
+from .rescoring import rescore as rescore
 from .runner import Evaluation as Evaluation
 from .runner import evaluate as evaluate
 from .task import Example as Example

@@ -3,7 +3,9 @@
 import csv
 import dataclasses
 import io
+import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,8 @@ def compare(
 ) -> list[Cell]:
     """Measure every policy on every task, at budgets at which all policies hold the same bytes.
 
+    Policies of the same name are told apart by their hyperparameters, in tables and in the names of files.
+
     For each task and target, a policy gets the largest budget at which its caches hold at most that share of the full cache's bytes, on
     average over the task's examples. Policies without a budget run once. Targets that lead to the same budget are measured once.
     The full cache is the reference: it is added first if `policies` lacks it.
@@ -112,6 +116,7 @@ def compare(
         )
     if Full() not in policies:
         policies = [Full(), *policies]
+    labels = _labels(policies)
     params, over = on_mesh(params, mesh)
     how: dict[str, Any] = {"query_aware": query_aware, "chat": chat, "batch": batch, "prefill_block": prefill_block}
     cells: list[Cell] = []
@@ -124,19 +129,20 @@ def compare(
         measured: dict[Policy, Outcome] = {}
         for policy in policies:
             for target in targets if hasattr(policy, "budget") else [None]:
-                label = f"{name} · {policy.info.name}" + ("" if target is None else f" · {100 * target:g} %")
+                label = f"{name} · {labels[policy]}" + ("" if target is None else f" · {100 * target:g} %")
                 progress = None if report is None else report(label)
                 fitted = policy if target is None else matched(policy, target * full_bytes, ready.plan)
                 share = ready.plan.bytes_held(fitted) / full_bytes
                 if not _on_target(share, target):
                     warnings.warn(
-                        f"{name} · {policy.info.name}: holds {100 * share:.1f} % of the full cache's bytes, not "
+                        f"{name} · {labels[policy]}: holds {100 * share:.1f} % of the full cache's bytes, not "
                         f"{100 * (target or 0):g} % as asked; compare it with policies that hold as much",
                         stacklevel=2,
                     )
                 if fitted not in measured:
-                    file = f"{name}-{policy.info.name}" + ("" if target is None else f"-{target:g}")
-                    measured[fitted] = ready.run(fitted, None if out is None else out / f"{file}.jsonl", progress)
+                    file = f"{name}-{_slug(labels[policy])}" + ("" if target is None else f"-{target:g}")
+                    found = ready.run(fitted, None if out is None else out / f"{file}.jsonl", progress)
+                    measured[fitted] = dataclasses.replace(found, policy=labels[policy])
                 cells.append(Cell(target, measured[fitted]))
                 if out is not None:
                     _write(out, params, cells, over)
@@ -188,6 +194,17 @@ def comma_separated(cells: Sequence[Cell]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _labels(policies: Sequence[Policy]) -> dict[Policy, str]:
+    """Names of policies; of several with one name, their texts with hyperparameters."""
+    count = Counter(policy.info.name for policy in dict.fromkeys(policies))
+    return {policy: policy.info.name if count[policy.info.name] == 1 else str(policy) for policy in policies}
+
+
+def _slug(label: str) -> str:
+    """A label as part of a file's name."""
+    return re.sub(r"[/\\:*?\"<>| ;]+", "_", label)
 
 
 def _on_target(share: float, target: float | None) -> bool:

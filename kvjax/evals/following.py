@@ -50,11 +50,13 @@ def following(
         mesh: devices to run over, as for `kvjax.Engine`; pairs that run together are sharded evenly along "data".
 
     Raises:
-        ValueError: a context or continuation is empty.
+        ValueError: a context or continuation is empty. The message has the index of the pair.
         PolicyError: the policy cannot work with these lengths.
     """
-    if not all(context and continuation for context, continuation in pairs):
-        raise ValueError("a context or a continuation is empty; give at least one token of each")
+    for i, (context, continuation) in enumerate(pairs):
+        if not (context and continuation):
+            part = "continuation" if context else "context"
+            raise ValueError(f"the {part} of pair {i} is empty; give at least one token of each")
     policy = policy.for_model(params.config)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):

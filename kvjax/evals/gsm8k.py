@@ -11,12 +11,19 @@ from pydantic import BaseModel, field_validator
 
 from kvjax._util import json_lines
 
+from . import math_answers
 from .haystack import seeded
-from .math_answers import last_box, spoken
+from .math_answers import last_box, spoken, without_thousands
 from .math_problems import ASKED
 from .task import Example, Format
 
-_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+_NUMBER = r"[-\u2212]?\$?-?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)"
+_MARK = rf"####\s*({_NUMBER})"
+_LONE_MARK = re.compile(rf"^{_MARK}\s*$", re.MULTILINE)
+"""A mark whose line has nothing but the number; "#### 1. Find the eggs" is a heading."""
+
+_COMPUTED = re.compile(r"\\[dt]?frac|\\sqrt|\\times|\\cdot|\\div|\\pi|[*^+]|/\s*[\d({\\]")
+"""What makes the value of a box more than its first number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +33,16 @@ class GSM8K:
     Without examples the problem is the context. The model is asked, in its chat template if it has one, to reason step by step and put
     its answer in \boxed{}, so the cache fills with long chains of thought.
 
+    After examples, the first number behind "####" is the answer, else the last box, else the last number. Without examples, the box comes
+    first, and "####" counts only if nothing but the number is on its line, since models write headings like "#### 1. Find the eggs". Of a
+    box counts the first number, without units; expressions are compared by math-verify.
+
     Attributes:
         file: problems, one JSON object with `question` and `answer` per line.
         examples_file: solved examples, in the same format; None for no examples.
         shots: number of solved examples; 50 in the published many-shot setting, which has more than 4k tokens.
         samples: number of problems, from the start of the file; None for all.
-        extract: "strict" takes the number after "####" or in a box as the answer; "flexible" takes the last number if there is none.
+        extract: "strict" takes only a number after "####" or in a box as the answer; "flexible" takes the last number if there is none.
         seed: random seed of the choice and order of examples, which are the same for all problems.
         max_new_tokens: of a solution; None for 256 after examples, and 1024 without.
     """
@@ -56,9 +67,16 @@ class GSM8K:
             raise ValueError(f"shots={self.shots}, but no examples_file; give a file of solved examples, or shots=0")
 
     def check(self) -> None:
-        """Read the files, and raise the errors of `examples`."""
+        """Read the files, and raise the errors of `examples` and `score`.
+
+        Raises:
+            ValueError: as `examples`.
+            ImportError: the model is asked for a box, and math-verify is not installed.
+        """
         _read(self.file)
         self._solved()
+        if not self.shots:
+            math_answers.check()
 
     @property
     def name(self) -> str:
@@ -82,7 +100,7 @@ class GSM8K:
                 Example(
                     context=question,
                     question=f"\n\n{ASKED}",
-                    answers=(_final(answer, "strict") or "",),
+                    answers=(_marked(answer) or "",),
                     max_new_tokens=self.new_tokens,
                 )
                 for question, answer in _read(self.file)[: self.samples]
@@ -93,7 +111,7 @@ class GSM8K:
             Example(
                 context=context,
                 question=f"Question: {question}\nAnswer:",
-                answers=(_final(answer, "strict") or "",),
+                answers=(_marked(answer) or "",),
                 max_new_tokens=self.new_tokens,
                 stop=("Question:",),
                 chat=False,
@@ -111,19 +129,42 @@ class GSM8K:
 
     def score(self, answer: str, example: Example) -> float:
         """1 if the answer's number equals the reference, else 0."""
-        found = _final(answer, self.extract)
-        return float(found is not None and float(found) == float(example.answers[0]))
+        said, reference = without_thousands(spoken(answer)), example.answers[0]
+        box = last_box(said)
+        marked = (_LONE_MARK.findall(said) or [None])[-1] if box is None else None
+        if self.shots:
+            marked = _marked(said)
+        if marked is None and box is not None:
+            return float(_boxed(box, reference))
+        if marked is None and self.extract == "flexible":
+            marked = (re.findall(_NUMBER, said) or [None])[-1]
+        return float(marked is not None and _value(marked) == _value(reference))
 
 
-def _final(answer: str, extract: str) -> str | None:
-    """The final number of an answer, as digits; None if there is none."""
-    answer = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ",", spoken(answer))  # LaTeX's thousands
-    marked, box = re.search(rf"####\s*({_NUMBER})", answer), last_box(answer)
-    if marked or box is not None:
-        numbers = [marked[1]] if marked else re.findall(_NUMBER, box or "")
-    else:
-        numbers = re.findall(_NUMBER, answer) if extract == "flexible" else []
-    return re.sub(r"[$,]", "", numbers[-1]) if numbers else None
+def _marked(answer: str) -> str | None:
+    """The number after the first mark, as digits; None if there is none."""
+    marked = re.search(_MARK, answer)
+    return None if marked is None else f"{_value(marked[1]):.15g}"
+
+
+def _value(number: str) -> float:
+    return float(re.sub(r"[$,]", "", number).replace("\u2212", "-"))
+
+
+def _boxed(box: str, reference: str) -> bool:
+    r"""Whether a box has the reference's value.
+
+    Units do not count: neither words nor \text{...} nor their exponents, unless the box has no other number. Of several numbers, the first
+    counts; after an equals sign, the first behind the last one.
+    """
+    said = without_thousands(box, spaces=True).replace("\\$", "$").rpartition("=")[2]
+    units = r"\\(?:text|textbf|mathrm|mbox|operatorname)\s*\{[^{}]*\}"
+    said = re.sub(rf"({units}|[a-zA-Z]+)\s*\^\s*(?:\d|\{{[^{{}}]*\}})", r"\1", said)
+    plain = re.sub(units, " ", said)
+    numbers = re.findall(_NUMBER, plain) or re.findall(_NUMBER, said)
+    if _COMPUTED.search(plain.replace("^\\circ", "").replace("^{\\circ}", "")):
+        return math_answers.equals(f"\\boxed{{{box}}}", reference)
+    return bool(numbers) and _value(numbers[0]) == _value(reference)
 
 
 class _Problem(BaseModel):
@@ -133,7 +174,7 @@ class _Problem(BaseModel):
     @field_validator("answer")
     @classmethod
     def _has_a_result(cls, answer: str) -> str:
-        if _final(answer, "strict") is None:
+        if _marked(answer) is None:
             raise ValueError("does not end in #### NUMBER")
         return answer
 

@@ -7,6 +7,8 @@ takes the arguments of the harness's own `lm_eval` command, which does not know 
 """
 
 import dataclasses
+import random
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -17,7 +19,7 @@ from jax.sharding import Mesh
 
 from kvjax._util.extras import optional
 from kvjax.cache import bucket
-from kvjax.conversion import load
+from kvjax.conversion import load, turns
 from kvjax.conversion.tokenizer_source import TokenizerSource, find_tokenizer
 from kvjax.models import Params
 from kvjax.models.sharding import get_shard
@@ -43,13 +45,18 @@ def register() -> type[Any]:
     model = optional("lm_eval.api.model", "kvjax as a model of lm-evaluation-harness", "lm-eval")
     registry = optional("lm_eval.api.registry", "kvjax as a model of lm-evaluation-harness", "lm-eval")
     utils = optional("lm_eval.utils", "kvjax as a model of lm-evaluation-harness", "lm-eval")
+    texts = optional("lm_eval.models.utils", "kvjax as a model of lm-evaluation-harness", "lm-eval")
 
     class KVJaxLM(model.TemplateLM):
         """A model with its cache kept by a policy.
 
         Prompts of `generate_until` are compressed with their question (question-aware), because the harness does not separate contexts from
         questions. Log-likelihoods are of continuations predicted from the compressed context (`kvjax.evals.following`). Rolling
-        log-likelihoods use windows of the model's length, as the harness's own models do.
+        log-likelihoods use windows of the model's length, as the harness's own models do, but do not predict the BOS token that some
+        tokenizers add.
+
+        Unlike the harness's `hf` model, a context of white space counts as an empty one, and a continuation is tokenised alone if its
+        tokens would merge with the context's; `hf` ends the run in both cases.
 
         Args:
             pretrained: a source for `kvjax.load`, or loaded `Params`; by default the default model.
@@ -59,6 +66,9 @@ def register() -> type[Any]:
             batch_size: requests that run together.
             max_length: maximum number of tokens of context and continuation; by default the model's window.
             max_gen_toks: maximum number of generated tokens, if a task sets none.
+            seed: random seed of sampling; None takes Python's global random state, which the harness's `--seed` sets. The n-th request
+                samples with `seed + n`, so repeated requests differ, and results do not depend on `batch_size`. A `seed` among a
+                task's generation arguments takes its place.
             mesh: devices to run over, of one process, as for `kvjax.Engine`. `--model_args` takes it as JSON, '{"mesh": "data=2,model=4"}',
                 because commas separate arguments there.
         """
@@ -73,6 +83,7 @@ def register() -> type[Any]:
             batch_size: int | str = 4,
             max_length: int | None = None,
             max_gen_toks: int = 256,
+            seed: int | None = None,
             mesh: Mesh | str | None = None,
             device: str | None = None,
             max_batch_size: int | None = None,
@@ -102,6 +113,8 @@ def register() -> type[Any]:
             self.batch_size = int(batch_size)
             self.max_length = self.params.config.context_length if max_length is None else max_length
             self.max_gen_toks = max_gen_toks
+            self.seed = _global_seed() if seed is None else int(seed)
+            self._requests = 0
 
         @property
         def eot_token_id(self) -> int:
@@ -118,7 +131,22 @@ def register() -> type[Any]:
             return f"kvjax-{self.params.tokenizer.digest.hex()[:16]}"
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return self.params.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
+            """Render a conversation; without a generation prompt, the last message is left open, so that the model continues it."""
+            try:
+                return self._rendered(chat_history, add_generation_prompt)
+            except ValueError as error:
+                others = [message for message in chat_history if message["role"] != "system"]
+                if self.params.tokenizer.chat_template is None or len(others) == len(chat_history):
+                    raise
+                text = self._rendered(others, add_generation_prompt)
+                warnings.warn(f"the system message is left out: {error}", stacklevel=2)
+                return text
+
+        def _rendered(self, chat_history: list[dict[str, str]], add_generation_prompt: bool) -> str:
+            tokenizer = self.params.tokenizer
+            return (
+                tokenizer.render(chat_history) if add_generation_prompt else turns.unfinished(tokenizer, chat_history)
+            )
 
         def chat_template(self, chat_template: bool | str = False) -> str:
             return (self.params.tokenizer.chat_template or "") if chat_template else ""
@@ -128,9 +156,19 @@ def register() -> type[Any]:
             bos = self.params.tokenizer.decode([self.prefix_token_id], skip_special=False)
             return self.params.tokenizer.encode(string, add_special=special and not (bos and string.startswith(bos)))
 
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            ahead, following = super()._encode_pair(context, continuation)
+            if not following:  # its tokens merge with the context's
+                following = self.tok_encode(continuation, add_special_tokens=False)
+            return ahead or [self.prefix_token_id], following
+
         def _loglikelihood_tokens(self, requests: Iterable[Any], **options: Any) -> list[tuple[float, bool]]:
             pairs = []
             for _, context, continuation in requests:
+                if len(continuation) > self.max_length:
+                    raise ValueError(
+                        f"a continuation has {len(continuation)} tokens, but max_length={self.max_length}; give a larger max_length"
+                    )
                 whole = [*context, *continuation][-(self.max_length + 1) :]
                 split = max(1, len(whole) - len(continuation))
                 pairs.append((whole[:split], whole[split:]))
@@ -160,13 +198,19 @@ def register() -> type[Any]:
                         f"max_gen_toks={options['max_new_tokens']} leaves no room in {self.max_length} tokens"
                     )
                 given = [prompts[i][-most:] for i in group]
-                results = generate(self.params, given, policy=self.policy, rows=min(size, len(group)), **options)
-                answers |= {i: result.text or "" for i, result in zip(group, results, strict=True)}
+                first = options.pop("seed") + self._requests
+                options |= {"seed": [first + i for i in group], "rows": min(size, len(group))}
+                results = generate(self.params, given, policy=self.policy, **options)
+                for i, result in zip(group, results, strict=True):
+                    # The new tokens are decoded alone, as the harness's `hf` model does: some tokenizers then drop a leading space.
+                    text = self.params.tokenizer.decode(result.tokens)
+                    answers[i] = texts.postprocess_generated_text(text, options["stop"], None)
+            self._requests += len(requests)
             return [answers[i] for i in range(len(requests))]
 
         def _windows(self, text: str) -> Any:
             return utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=self.tok_encode(text, add_special_tokens=False),  # the prefix token is the text's BOS
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -174,21 +218,30 @@ def register() -> type[Any]:
 
         def _options(self, given: dict[str, Any]) -> dict[str, Any]:
             """The harness's generation arguments as those of `kvjax.generate`."""
-            until = given.get("until") or []
-            stop = [until] if isinstance(until, str) else list(until)
-            sampled = given.get("do_sample", given.get("temperature", 0) > 0)
-            limit = next(
-                (given[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in given), None
-            )
-            options = {name: given.get(name) for name in ("top_k", "top_p", "min_p")} if sampled else {}
-            return options | {
-                "max_new_tokens": self.max_gen_toks if limit is None else int(limit),
-                "stop": [string for string in stop if string],
-                "temperature": float(given.get("temperature", 1.0)) if sampled else 0.0,
+            asked = texts.normalize_gen_kwargs(given, self.max_gen_toks)
+            sampled = asked.pop("do_sample")
+            temperature = float(asked.pop("temperature", 1.0))
+            filters = {name: asked.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+            options = {
+                "max_new_tokens": asked.pop("max_gen_toks"),
+                "stop": [string for string in asked.pop("until") if string],
+                "temperature": temperature if sampled else 0.0,
+                "seed": self.seed if (seed := asked.pop("seed", None)) is None else int(seed),
             }
+            if asked:
+                warnings.warn(f"generation arguments that kvjax does not have are ignored: {asked}", stacklevel=2)
+            # transformers' top_k=0 is no filter.
+            return options | (filters | {"top_k": filters["top_k"] or None} if sampled else {})
 
     registry.register_model("kvjax")(KVJaxLM)
     return KVJaxLM
+
+
+def _global_seed() -> int:
+    """A number that follows from Python's global random state, which stays as it is."""
+    copied = random.Random()
+    copied.setstate(random.getstate())
+    return copied.getrandbits(31)
 
 
 def _likelihood(params: Params, context: list[int], continuation: list[int]) -> float:

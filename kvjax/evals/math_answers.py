@@ -26,6 +26,9 @@ SECONDS = 20
 """Maximum time for one answer; a process that takes longer is killed."""
 
 _BOX = r"\\(?:boxed|fbox)\s*"
+_THIN = r"(?:\{,\}|,\\!|\{?\\[,;:!\ ]\}?|\\thinspace\s*|~|[\u00a0\u2009\u202f])"
+"""Separators of thousands that LaTeX sets: `{,}`, `,\\!`, thin and other spaces, and Unicode's."""
+
 _BRACE = re.compile(
     rf"(?P<box>{_BOX}\{{)"
     # Without braces: a number, or a command or letter with what follows it in braces or as a digit.
@@ -43,8 +46,8 @@ def check() -> None:
 def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool:
     r"""Whether a solution's answer has the value of a reference in LaTeX, such as "42" or r"\frac{1}{2}".
 
-    If the model thinks first, only the text after the thought counts; a thought that does not end has no answer. An answer that takes too long
-    to compare is wrong.
+    If the model thinks first, only the text after the thought counts; a thought that does not end has no answer. Thousands may be set with
+    LaTeX's spaces, and in a box with a plain one. An answer that takes too long to compare is wrong.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -54,7 +57,27 @@ def equals(solution: str, reference: str, extract: Extract = "flexible") -> bool
     content = last_box(said)
     if content is None and extract == "strict":
         return False
-    return _worker().same(f"${reference}$", said if content is None else f"\\boxed{{{content}}}")
+    if content is None:
+        return _worker().same(f"${reference}$", without_thousands(said))
+    return _worker().same(f"${reference}$", f"\\boxed{{{_plain(content)}}}")
+
+
+def without_thousands(text: str, spaces: bool = False) -> str:
+    r"""The text with the separators of thousands removed that LaTeX sets, as in 1\,000 and 1{,}000.
+
+    Args:
+        spaces: whether plain spaces separate thousands too, as in a box.
+    """
+    separator = f"(?:{_THIN}| )" if spaces else _THIN
+    grouped = rf"(?<![\d.])\d{{1,3}}(?:{separator}\d{{3}})+(?!\d)"
+    return re.sub(grouped, lambda number: re.sub(separator, "", number[0]), text)
+
+
+def _plain(box: str) -> str:
+    r"""A box's content as math-verify can read it: "1 000" as 1000, "42." as 42, "11 5/6" as 11\frac{5}{6}."""
+    text = without_thousands(box, spaces=True).rstrip()
+    text = re.sub(r"(?<=\d)\.$", "", text)
+    return re.sub(r"(?<![\d/.])(\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
 
 
 def spoken(solution: str) -> str:

@@ -23,7 +23,7 @@ from .budgets import bytes_held
 from .perplexity import Perplexity, stream, streaming, windowed
 from .plan import Batch, Plan
 from .report import ResultFile, header, model_fingerprint
-from .runner import Progress, described
+from .runner import Progress, described, described_policy, digest
 from .task import Task
 from .tasks import MEASURES, Inputs, make_task, task_name
 
@@ -180,8 +180,9 @@ class TextMeasure:
         """
         settings = {
             "task": {"name": self.name, **dataclasses.asdict(self.inputs)},
+            "tokens": digest(self.tokens),
             "model": model_fingerprint(self.plan.params),
-            "policy": {"name": policy.info.name, **described(policy)},
+            "policy": described_policy(policy),
         }
         existing: list[dict[str, Any]] = []
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: the file is not a result file, or a line is not JSON.
     """
+    return [json_lines.parsed(path, number, line, dict[str, Any]) for number, line in read(path)[1]]
+
+
+def read(path: Path) -> tuple[dict[str, Any], Iterator[tuple[int, bytes]]]:
+    """The header of a result file, and the lines of its rows with their numbers.
+
+    Raises:
+        ValueError: the file is not a result file.
+    """
     lines = json_lines.numbered(user_files.read_bytes(path, _MOST_BYTES))
     _, first = next(lines, (1, b""))
-    _begun(path, first)
-    return [json_lines.parsed(path, number, line, dict[str, Any]) for number, line in lines]
+    return _begun(path, first), lines
 
 
 def _begun(path: Path, line: bytes) -> dict[str, Any]:

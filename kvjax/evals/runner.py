@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,17 @@ Progress = Callable[[int, int], None]
 
 
 class Row(BaseModel):
-    """One example in a result file: its score, answer and labels, and its share of the time and bytes of its batch."""
+    """One example in a result file: its score, answer and labels, and its share of the time and bytes of its batch.
+
+    The answer includes the beginning of a thought that the chat template has opened, see `Format.opening`.
+    """
 
     example: NonNegativeInt
     score: float = Field(ge=0, le=1)
     answer: str
     answers: Listed[str]
     labels: dict[str, Any]
+    choices: Listed[str] = []
     context_tokens: NonNegativeInt
     question_tokens: NonNegativeInt
     new_tokens: NonNegativeInt
@@ -152,7 +157,7 @@ class Prepared:
     def run(self, policy: Policy, out: Path | None = None, progress: Progress | None = None) -> Evaluation:
         """Answer and score the examples under a policy; arguments and errors as for `evaluate`."""
         params, mesh = on_mesh(self.plan.params, self.plan.mesh, policy)
-        settings = {"policy": {"name": policy.info.name, **described(policy)}, **self.settings}
+        settings = {"policy": described_policy(policy), **self.settings}
         results = ResultFile(out, header(mesh, **settings), Row, _check(self.examples), mesh)
         done = {row["example"] for row in results.rows}
         if progress is not None:
@@ -187,12 +192,14 @@ class Prepared:
         """The result of an example."""
         example, reply = self.examples[i], answer.reply
         assert reply.text is not None  # `prepare` refuses models without a tokenizer
+        text = self.form.opening(example) + reply.text
         return {
             "example": i,
-            "score": self.task.score(reply.text, example),
-            "answer": reply.text,
+            "score": self.task.score(text, example),
+            "answer": text,
             "answers": list(example.answers),
             "labels": dict(example.labels),
+            **({"choices": list(example.choices)} if example.choices else {}),
             "context_tokens": answer.context_tokens,
             "question_tokens": answer.question_tokens,
             "new_tokens": len(reply.tokens),
@@ -257,6 +264,7 @@ def prepare(
     batches = make_batches(params.config, form, examples, -(-batch // data) * data, query_aware=query_aware, data=data)
     settings = {
         "task": {"name": task.name, **described(task)},
+        "examples": digest([dataclasses.asdict(example) for example in examples]),  # what their files contain
         "model": model_fingerprint(params),
         "query_aware": query_aware,
         "chat": form.chat,
@@ -290,6 +298,32 @@ def described(settings: Any) -> dict[str, Any]:
     """The fields of a task or policy, as result files record them: long texts as their beginning and a hash."""
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     return {name: _short(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def described_policy(policy: Policy) -> dict[str, Any]:
+    """The name and fields of a policy, and hashes of the files that they name, such as profiles."""
+    files = dict(_files(policy))
+    return {"name": policy.info.name, **described(policy)} | ({"files": files} if files else {})
+
+
+def _files(value: Any) -> Iterator[tuple[str, str]]:
+    """Names and hashes of the files in the fields `profile` and `weights` of a policy and the policies within it."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _files(item)
+    elif isinstance(value, Policy):
+        for field in dataclasses.fields(value):
+            each = getattr(value, field.name)
+            if field.name in ("profile", "weights") and isinstance(each, str) and os.path.isfile(each):
+                with open(each, "rb") as file:
+                    yield each, f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+            else:
+                yield from _files(each)
+
+
+def digest(content: Any) -> str:
+    """The length of a list, and a hash of it."""
+    return f"{len(content)}, SHA-256 {hashlib.sha256(strict_json.dumps(content).encode()).hexdigest()[:16]}"
 
 
 def _short(text: str) -> str:

@@ -76,6 +76,17 @@ class Format:
         following += example.prefix.lstrip()
         return self.tokenizer.encode(context, add_special=False), self.tokenizer.encode(following, add_special=False)
 
+    def opening(self, example: Example) -> str:
+        """The beginning of a thought with which the chat template ends the prompt, such as "<think>"; empty if there is none.
+
+        The model's answer then lacks this tag, so results and scores have it in front of the answer.
+        """
+        if not (self.chat and example.chat):
+            return ""
+        following = self.tokenizer.decode(self.encode(example)[1], skip_special=False)
+        opened = following.removesuffix(example.prefix.lstrip()).rpartition("<think>")
+        return "".join(opened[1:]) if opened[1] and not opened[2].strip() else ""
+
     def encode_next(self, example: Example) -> list[int]:
         """Token ids of a question that follows the previous question's answer: in a chat, as the user's next message.
 

@@ -15,6 +15,9 @@ from .multi_query import MultiQuery, ScoreBy
 from .needle import Kind, NeedleInAHaystack
 from .task import History, Task
 
+_TEMPLATE = 64
+"""Tokens left for the chat template around a prompt of LongBench that is cut to a model's window."""
+
 MEASURES = ("perplexity", "fidelity")
 """Tasks that are measured on a text; there are no answers to score."""
 
@@ -132,7 +135,8 @@ def make_task(
     """The task of that name.
 
     Args:
-        window: length of the model's context window in tokens; LongBench's prompts are truncated to it.
+        window: length of the model's context window in tokens. LongBench's prompts are truncated to it, less room for the answer and the
+            chat template.
 
     Raises:
         ValueError: the name is unknown, or an input that the task needs is not given.
@@ -157,7 +161,7 @@ def make_task(
         return longbench.LongBench(
             task,
             str(path / f"{task}.jsonl" if path.is_dir() else path),
-            max_length=inputs.length(window - longbench.tasks()[task]["max_new_tokens"]),
+            max_length=inputs.length(window - _TEMPLATE - longbench.tasks()[task]["max_new_tokens"]),
             samples=inputs.samples,
         )
     if name == "gsm8k":

@@ -122,7 +122,8 @@ def run(params: Params, engine: Engine, batch: Batch, size: int) -> dict[str, An
     prompts = [context + question for context, question in pairs] if cell.seen else [context for context, _ in pairs]
     questions = None if cell.seen else [question for _, question in pairs]
     answers = answered(params, engine, prompts, questions, examples[0].max_new_tokens, examples[0].stop)
-    texts = [answer.text or "" for answer in answers[: batch.count]]
+    opening = cell.suite.form.opening
+    texts = [opening(each) + (answer.text or "") for answer, each in zip(answers, examples, strict=False)]
     return {
         **batch.key,
         "settings": described(engine.policy if cell.fitted is None else cell.fitted),

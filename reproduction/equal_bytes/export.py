@@ -82,6 +82,7 @@ def _config(header: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
     return {
         "dataset": "ruler",
         "data_dir": row["suite"].partition("-")[2],
+        "haystack": header["settings"]["suites"][row["suite"]]["tasks"].get(row["task"], {}).get("text"),
         "model": header["settings"]["model"].partition(" (")[0],
         "press_name": _press(row),
         "compression_ratio": _ratio(row),

@@ -43,6 +43,33 @@ question is part of the prompt. This is measured for policies that score tokens 
 """What the introduction has besides, where a table has such a column."""
 
 
+MENDED = "2026-11-27"
+"""From this day on, needles in noise and among needles are never behind the last line."""
+
+LAST_LINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
+
+
+def about_ruler(header: Mapping[str, Any]) -> list[str]:
+    """How RULER's tasks differ from the official ones; empty for results without them."""
+    suites = {name: each["tasks"] for name, each in header["settings"]["suites"].items() if name.startswith("ruler-")}
+    if not suites:
+        return []
+    given = [task for tasks in suites.values() for task in tasks.values()]
+    texts = dict.fromkeys(each["text"] for each in given if "text" in each)
+    told = (
+        f"RULER's haystack is {', '.join(f'`{text}`' for text in texts)}, not Paul Graham's essays, and prompts fill their length, so scores "
+        "are\nnot comparable with those of other leaderboards. See "
+        "[how kvjax's tasks differ from the official ones](howto/evaluation.md#differences-from-the-official-code)."
+    )
+    early = [task for task in LAST_LINE if any(task in tasks for tasks in suites.values())]
+    if header["date"] < MENDED and early:
+        told += (
+            f"\nThese prompts were made before a mend: in {', '.join(f'`{task}`' for task in early)}, one needle in 40 is the last line,\n"
+            "which policies that keep recent tokens always have."
+        )
+    return [told + "\n"]
+
+
 def write(path: Path) -> None:
     """Write page and picture."""
     content = report.read(path)
@@ -64,6 +91,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
         "```bash\n" + command(settings, rows) + "\n```\n",
         f"`reproduction/results/{file}` has the score of each sample. `--export` writes RULER's results in the format of kvpress'\n"
         "evaluation.\n",
+        *about_ruler(header),
         f"![Mean score over bytes of the cache, one line per policy]({PICTURE})\n",
     ]
     if counts[-1] < FEW:
@@ -91,6 +119,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
             f"--suites {','.join(suites)} --samples {most} --seed {settings['seed']}",
             f"--shares {','.join(f'{share:g}' for share in shares)}",
             f"--tasks {','.join(tasks)}",
+            *(f"--text {text}" for text in dict.fromkeys(each["text"] for each in tasks.values() if "text" in each)),
             *([" ".join(files)] if files else []),
             f"--policies {','.join(names)}",
             f'--seeing "{",".join(seeing)}"',

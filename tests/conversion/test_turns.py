@@ -62,6 +62,17 @@ def test_a_conversation_in_two(model: Tokenizer, question: str) -> None:
     assert after.startswith(question.rstrip())
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("content", ["The best answer is", "The best answer is ", "\n Two\n\nlines", "user", *AWKWARD])
+def test_an_unfinished_message_equals_transformers(model: Tokenizer, tmp_path: Path, content: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [SYSTEM, ASKED, {"role": "assistant", "content": content}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert turns.unfinished(model, messages) == expected
+
+
 def test_a_template_that_has_a_usual_marker() -> None:
     template = "marker0x \N{OBJECT REPLACEMENT CHARACTER} " + TEMPLATE + " marker1x \N{OBJECT REPLACEMENT CHARACTER}"
     assert turns.following(tokenizer(template), [ASKED], 0) == (
@@ -80,6 +91,8 @@ def test_messages_that_templates_leave_out() -> None:
     with pytest.raises(ValueError, match="does not repeat a message with role assistant"):
         turns.following(none, [ASKED, SAID, NEXT], 1)
     moved = tokenizer("{{ messages[-1].content }}{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match="does not repeat a message with role assistant"):
+        turns.unfinished(none, [ASKED, SAID])
     with pytest.raises(ValueError, match="changes earlier messages"):
         turns.next_turn(moved, [SYSTEM], ASKED)
     assert turns.history(moved, [SYSTEM]) == "Be brief."

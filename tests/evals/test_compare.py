@@ -39,3 +39,16 @@ def test_equal_budgets_are_measured_once_and_bytes_off_target_are_told(
     page = compare.markdown(cells)
     assert page.count(" *)") == 2
     assert "more than 10 % off the asked share of bytes" in page
+
+
+def test_policies_of_one_name_have_files_and_rows_of_their_own(letters, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijklm nopq " * 10)
+    inputs = Inputs(text=text, lengths=(128,))
+    policies = [kvjax.StreamingLLM(sinks=1), kvjax.StreamingLLM(sinks=4)]
+    with pytest.warns(UserWarning, match="as asked"):
+        cells = compare.compare(letters, policies, (0.4,), ["perplexity"], inputs, tmp_path / "out")
+    labels = ["full", "streaming_llm:sinks=1", "streaming_llm"]
+    assert [cell.outcome.policy for cell in cells] == labels
+    assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
+    assert all(compare.markdown(cells).count(f"| `{label}`") == 1 for label in labels)

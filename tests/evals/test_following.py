@@ -53,5 +53,5 @@ def test_continuations_are_read_through_the_compressed_context(tiny):
 
 
 def test_nothing_follows(tiny):
-    with pytest.raises(ValueError, match="is empty"):
-        following(tiny, kvjax.Full(), [([1], [])])
+    with pytest.raises(ValueError, match="the continuation of pair 1 is empty"):
+        following(tiny, kvjax.Full(), [([1], [2]), ([1], [])])

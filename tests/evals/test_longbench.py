@@ -9,11 +9,12 @@ import warnings
 from collections import Counter
 
 import pytest
+from checkpoints import default_model
 
 from kvjax.config import Yarn
 from kvjax.evals import Example, Format, LongBench, measure
 from kvjax.evals.longbench import metrics, tasks
-from kvjax.evals.tasks import Inputs
+from kvjax.evals.tasks import Inputs, make_task
 
 rouge = pytest.importorskip("rouge", reason="LongBench's metrics are in the `eval` extra")
 jieba = pytest.importorskip("jieba", reason="LongBench's metrics are in the `eval` extra")
@@ -191,6 +192,29 @@ def test_what_is_no_longbench(tmp_path, talker):
         with pytest.raises(ValueError, match=says):
             LongBench("trec", str(tmp_path / "bad.jsonl")).examples(Format(talker.tokenizer))
     assert LongBench("trec", "f").score("a", Example("", "", ("b",), 1, choices=("a", "b"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"), [("2wikimqa", ["red", "blue"]), ("2wikimqa", None), ("trec", ["red", "blue"])]
+)
+def test_classes_belong_to_tasks_that_classify(tmp_path, talker, name, classes):
+    row = {"context": "c", "input": "i", "answers": ["red"], "all_classes": classes, "length": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    task = LongBench(name, str(tmp_path / "rows.jsonl"))
+    (example,) = task.examples(Format(talker.tokenizer))
+    assert task.score("red", example) == 1
+    for other in (None, []):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"all_classes": other}))
+        with pytest.raises(ValueError, match="line 1: all_classes: "):
+            LongBench("lsht", str(tmp_path / "rows.jsonl")).check()
+
+
+@pytest.mark.parametrize("name", ["passage_retrieval_zh", "multifieldqa_zh"])
+def test_default_prompts_leave_room_for_the_chat_template(shared, name):
+    tokenizer = default_model().tokenizer()
+    task = make_task(f"longbench-{name}", Inputs(data=shared / "data/tasks/longbench", samples=2), window=2048)
+    form = Format(tokenizer, chat=True)
+    assert all(2048 - 128 < form.count(example) <= 2048 for example in task.examples(form))
 
 
 def test_texts_are_cut_to_the_scaled_window(talker, monkeypatch):

@@ -62,6 +62,19 @@ PROBLEMS = [
         ("12 apples and then 42", "42", 1, 0),
         (r"we have $\frac{1}{2}$", "0.5", 1, 0),
         ("nothing at all", "42", 0, 0),
+        (r"\boxed{10\,080}", "10080", 1, 1),
+        (r"\boxed{10\ 080}", "10080", 1, 1),
+        (r"\boxed{10~080}", "10080", 1, 1),
+        (r"\boxed{10 080}", "10080", 1, 1),
+        (r"\boxed{10{,}080}", "10080", 1, 1),
+        (r"it is $10\,080$", "10080", 1, 0),
+        (r"\boxed{42.}", "42", 1, 1),
+        (r"\boxed{11 5/6}", r"\frac{71}{6}", 1, 1),
+        (r"\boxed{\frac{1}{2006!}}", r"\frac{1}{2006!}", 1, 1),
+        (r"\boxed{\frac{1}{2006!}}", r"\frac{1}{2004!}", 0, 0),
+        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", 0, 0),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", 1, 1),
+        (r"\boxed{25\%}", "25", 1, 1),
         ("", "42", 0, 0),
     ],
 )  # fmt: skip
@@ -191,5 +204,7 @@ def test_gsm8k_to_reason_about(talker, tmp_path):
     assert task.score(r"1200, or \boxed{7}", example) == 0
     assert task.score(r"\boxed{1{,}200}", example) == task.score(r"\boxed{1,\!200\text{ m}}", example) == 1
     assert task.score(r"<think>\boxed{7}</think> They are 1200.", example) == 1
+    assert task.score(r"\boxed{\frac{2400}{2}}", example) == task.score(r"\boxed{1.2 \cdot 10^3}", example) == 1
+    assert task.score(r"\boxed{1200 + 1}", example) == 0
     with pytest.raises(ValueError, match="no examples_file"):
         GSM8K(str(file), None, shots=1)

@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from checkpoints import TEMPLATE
 
 from kvjax.bench.case import Case
 from kvjax.bench.results import Results
 from kvjax.cache import layer_specs
-from kvjax.evals import NeedleInAHaystack, evaluate, runner
+from kvjax.conversion import Tokenizer
+from kvjax.evals import GSM8K, LongBench, NeedleInAHaystack, evaluate, gsm8k, rescore, runner
 from kvjax.evals.checkpoint import Checkpoint
 from kvjax.evals.measure import prepare
+from kvjax.evals.report import read_rows
 from kvjax.evals.tasks import Inputs
-from kvjax.policies import StreamingLLM
+from kvjax.policies import CateKV, Critical, StreamingLLM
 
 TASK = NeedleInAHaystack(lengths=(300,), depths=(0.0, 0.5, 1.0), kind="passkey")
 ODD = "12345 a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\r\nh ü 語"
@@ -75,6 +78,100 @@ def test_a_cut_within_a_character(run):
     run.out.write_bytes(content[: content.rindex("語".encode()) + 1])
     with pytest.warns(UserWarning, match="cut short"):
         assert (run(), run.asked) == (rows, 1)
+
+
+@pytest.mark.parametrize("changed", ["problems.jsonl", "solved.jsonl"])
+def test_a_run_does_not_resume_after_a_file_of_its_task_has_changed(talker, tmp_path, run, changed):
+    solved = [{"question": f"{i} + 1?", "answer": f"so #### {i + 1}"} for i in range(9)]
+    for name in ("problems.jsonl", "solved.jsonl"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, solved)))
+    paths = [str(tmp_path / name) for name in ("problems.jsonl", "solved.jsonl")]
+    found = evaluate(talker, GSM8K(*paths), out=run.out).rows
+    assert len(found) == run.asked == 9
+    gsm8k._read.cache_clear()
+    assert evaluate(talker, GSM8K(*paths), out=run.out).rows == found
+    solved[0]["question"] = "0 plus 1?"
+    (tmp_path / changed).write_text("\n".join(map(json.dumps, solved)))
+    gsm8k._read.cache_clear()
+    with pytest.raises(ValueError, match=r"holds results of another run .*settings examples: '9, SHA-256"):
+        evaluate(talker, GSM8K(*paths), out=run.out)
+
+
+def test_a_policy_does_not_resume_after_its_profile_has_changed(tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text("1")
+    policy = Critical(CateKV(profile=str(profile)))
+    before = runner.described_policy(policy)
+    assert runner.described_policy(policy) == before
+    profile.write_text("2")
+    assert runner.described_policy(policy) != before
+    assert "files" not in runner.described_policy(StreamingLLM())
+
+
+def test_a_text_that_has_changed(talker, tmp_path):
+    book, out = tmp_path / "book.txt", tmp_path / "fidelity.jsonl"
+    inputs = Inputs(lengths=(64,), text=book)
+    for text in ("One fish. Two fish. ", "Red fish. Blue fish. "):
+        book.write_text(text * 10)
+        ready = prepare(talker, "fidelity", inputs)
+        if not out.exists():
+            ready.run(runner.get_policy("full"), out)
+    with pytest.raises(ValueError, match=r"holds results of another run .*settings tokens: '64, SHA-256"):
+        ready.run(runner.get_policy("full"), out)
+
+
+def test_answers_are_scored_again_without_the_model(run, tmp_path):
+    rows = run()
+    assert [row["score"] for row in rows] == [0, 0, 0]
+    changed = [row | {"answer": f"It is {row['answers'][0]}." if row["example"] else ""} for row in rows]
+    header = run.out.read_text(encoding="utf-8").split("\n")[0]
+    text = "\n".join([header, *map(json.dumps, changed), ""])
+    run.out.write_text(text, encoding="utf-8")
+    found = rescore(run.out, TASK, tmp_path / "again.jsonl")
+    assert [row["score"] for row in found.rows] == [0, 1, 1]
+    assert found.score == pytest.approx(2 / 3)
+    assert run.out.read_text(encoding="utf-8") == text
+    assert [row["score"] for row in read_rows(tmp_path / "again.jsonl")] == [0, 1, 1]
+    assert found.rows[0] == changed[0] | {"score": 0}
+    rescore(run.out, TASK)
+    assert [row["score"] for row in run()] == [0, 1, 1], "the file is still this run's"
+    assert run.asked == 0
+    with pytest.raises(ValueError, match="has answers to needle-passkey, not to gsm8k-0"):
+        rescore(run.out, GSM8K("f", None, shots=0))
+    run.out.write_text(header + '\n{"example": 0}\n')
+    with pytest.raises(ValueError, match=r"needle.jsonl, line 2: score: field required"):
+        rescore(run.out, TASK)
+
+
+def test_classes_are_kept_to_score_again(talker, tmp_path, run):
+    data = tmp_path / "trec.jsonl"
+    row = {"context": "?", "input": "!", "answers": ["12345 a"], "all_classes": ["12345 a", "red"], "length": 1}
+    data.write_text(json.dumps(row))
+    task = LongBench("trec", str(data))
+    (found,) = evaluate(talker, task, out=run.out).rows
+    assert (found["choices"], found["score"]) == (["12345 a", "red"], 1)
+    data.unlink()
+    assert rescore(run.out, task).rows[0] == found
+
+
+OPENS = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("thought", "score"), [("6*7. 6*7 is 42. Let me check 6*7 again: 42", 0), ("6*7 is 7.</think> It is 42.", 1)]
+)
+def test_a_thought_that_the_template_opens(talker, tmp_path, run, monkeypatch, thought, score):
+    """Templates of DeepSeek-R1, QwQ and Qwen3-Thinking end the prompt in <think>, so answers have no such tag."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"question": "6 * 7?", "answer": "#### 42"}))
+    tokenizer = Tokenizer(talker.tokenizer.backend, eos=talker.tokenizer.eos, chat_template=OPENS)
+    monkeypatch.setattr(f"{__name__}.ODD", thought)
+    task = GSM8K(str(problems), None, shots=0)
+    (row,) = evaluate(talker.replace(tokenizer=tokenizer), task, out=run.out).rows
+    assert (row["answer"], row["score"]) == ("<think>\n" + thought, score)
+    assert rescore(run.out, task).score == score
+    (row,) = evaluate(talker, task).rows
+    assert (row["answer"], row["score"]) == (thought, 1), "no thought was begun"
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\n\n", b"\n \n"], ids=["newline", "blank", "spaces"])

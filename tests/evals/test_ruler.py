@@ -115,6 +115,19 @@ def test_how_many_needles_are_hidden_and_asked_for(form, name, counts):
     assert (example.context.count("One of the special magic"), len(example.answers)) == counts
 
 
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
+def test_noise_and_needles_follow_the_needle(form, name, monkeypatch):
+    """RULER puts the needle before one of the lines, so the last line is never the needle's."""
+    monkeypatch.setattr("kvjax.evals.ruler.niah.largest", lambda build, *options, **limits: build(3))
+    found = Counter()
+    for example in ruler.ruler(name, 1000, samples=100).examples(form):
+        lines = example.context.rstrip().split("\n")
+        (at,) = (i for i, line in enumerate(lines) if example.answers[0] in line)
+        found[len(lines) - at] += 1
+    assert sorted(found) == [2, 3, 4]
+    assert min(found.values()) > 15
+
+
 def test_hay_of_needles_fills_the_length(form):
     (example,) = ruler.ruler("niah_multikey_3", 4000, samples=1).examples(form)
     assert example.context.count("One of the special magic uuids for") > 20
@@ -170,5 +183,9 @@ def test_what_cannot_be_made(form):
         ruler.ruler("niah", 1000, samples=1)
     with pytest.raises(ValueError, match="cannot hold the shortest example"):
         ruler.ruler("vt", 500, samples=1).examples(form)
+    for samples, length in ((0, 512), (1, 0)):
+        for name in ("vt", "fwe", "niah_single_1"):
+            with pytest.raises(ValueError, match=f"length={length}, samples={samples}; give 1 or more"):
+                ruler.ruler(name, length, samples)
     with pytest.raises(ValueError, match="need a file of questions"):
         ruler.ruler("qa_1", 1000, samples=1)

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from reproduction.claims.claim import _clear
+from reproduction.equal_bytes.page import clearly_above
 from reproduction.intervals import mean_interval, means_interval
 
 
@@ -14,7 +16,21 @@ def test_the_interval_of_a_mean_is_students():
     mean, width = mean_interval(samples)
     assert (mean - width, mean + width) == (pytest.approx(low), pytest.approx(high))
     assert np.isnan(mean_interval([1.0])[1])
-    assert mean_interval([2.0, 2.0]) == (2.0, 0.0)
+
+
+def test_ties_prove_little():
+    """Of 44 answers that are all the same, up to 6.6 % may yet be others: what the exact interval of a proportion has, too."""
+    from scipy import stats
+
+    for count in (2, 20, 44):
+        exact = stats.binomtest(0, count).proportion_ci(0.9, method="exact").high  # one-sided: 95 %
+        assert mean_interval(np.zeros(count)) == (0.0, pytest.approx(exact))
+    assert means_interval([np.ones(20), np.ones(24)]) == (1.0, pytest.approx(exact))
+    assert mean_interval([2.0, 2.0]) == (2.0, pytest.approx(0.776, abs=1e-3))
+    assert _clear(np.zeros(44) + 0.02) == _clear(np.zeros(2) + 0.02) == "undecided", "no more than 2 % worse"
+    assert _clear(np.zeros(200) + 0.02) == _clear(np.ones(2)) == "holds"
+    tied = {"vt": np.asarray([0.5, 0.5])}, {"vt": np.zeros(2)}
+    assert not clearly_above(*tied)
 
 
 def test_the_interval_of_a_mean_of_means_is_welchs():

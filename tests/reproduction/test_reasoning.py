@@ -48,7 +48,8 @@ def test_the_table_by_hand(part, tmp_path, monkeypatch):
     assert file.name == "reasoning-abacus.json"
     content = json.loads(file.read_text())
     assert [each["policy"] for each in content["rows"]] == ["full", "h2o"]
-    assert "answers" not in content["rows"][0]
+    assert content["rows"][0]["answers"] == ["x"] * 4
+    assert "were scored before a mend" not in reasoning.section(content)
     assert reasoning.table(content["rows"]).splitlines()[2:] == [
         "| `full` | 75.0 ± 25.0 |  | 100 % | 10 | 25.0 % |",
         "| `h2o` | 0.0 ± 0.0 | -50.0 ± 50.0 | 100 % | 10 | 25.0 % |",
@@ -59,6 +60,23 @@ def test_the_table_by_hand(part, tmp_path, monkeypatch):
     page.write_text("# Page\n")
     reasoning.SECTION.write()
     assert page.read_text() == f"# Page\n\n{reasoning.SECTION.of(file)}"
+
+
+def test_a_result_file_is_scored_again(part, tmp_path, monkeypatch):
+    monkeypatch.setattr(sections, "RESULTS", tmp_path)
+    file, problems = reasoning.record(part), tmp_path / "problems.jsonl"
+    content = json.loads(file.read_text())
+    content["rows"][0]["answers"] = ["#### 1. Count\n\\boxed{18}", "18 ft", "", "\\boxed{18 \\text{ ft}^2}"]
+    file.write_text(json.dumps(content))
+    problems.write_text('{"question": "?", "answer": "#### 18"}\n' * 4)
+    reasoning.rescore(file, problems)
+    again = json.loads(file.read_text())["rows"]
+    assert [each["scores"] for each in again] == [[1, 1, 0, 1], [0, 0]]
+    del content["rows"][0]["answers"]
+    file.write_text(json.dumps(content))
+    assert "were scored before a mend" in reasoning.section(content)
+    with pytest.raises(SystemExit, match="has no answers of full; measure again"):
+        reasoning.rescore(file, problems)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class LongBench:
                     max_new_tokens=task["max_new_tokens"],
                     chat=task["chat"],
                     labels={"length": row.length},
-                    choices=tuple(row.all_classes or ()),
+                    choices=tuple(row.all_classes or ()) if self._classifies else (),
                 )
             )
         return found
@@ -99,11 +99,15 @@ class LongBench:
         task = tasks()[self.task]
         if task["first_line"]:
             answer = answer.lstrip("\n").split("\n")[0]
-        metric, extra = getattr(metrics, task["metric"]), (example.choices,) if example.choices else ()
+        metric, extra = getattr(metrics, task["metric"]), (example.choices,) if self._classifies else ()
         return max(metric(answer, reference, *extra) for reference in example.answers)
 
     def _rows(self) -> list["_Row"]:
-        return json_lines.read(Path(self.file), _Row, max_lines=self.samples)
+        return json_lines.read(Path(self.file), _Classified if self._classifies else _Row, max_lines=self.samples)
+
+    @property
+    def _classifies(self) -> bool:
+        return tasks()[self.task]["metric"] == "classification"
 
 
 class _Row(BaseModel):
@@ -112,6 +116,10 @@ class _Row(BaseModel):
     answers: Listed[str] = Field(min_length=1)
     all_classes: Listed[str] | None
     length: int
+
+
+class _Classified(_Row):
+    all_classes: Listed[str] = Field(min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def truncated(form: Format, context: str, question: str, max_length: int) -> tuple[str, str]:

@@ -28,6 +28,10 @@ class RulerTask:
     samples: int = 500
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.samples < 1:
+            raise ValueError(f"length={self.length}, samples={self.samples}; give 1 or more of each")
+
     def check(self) -> None:
         """Raise ImportError if a package that the task needs is not installed."""
 

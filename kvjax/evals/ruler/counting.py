@@ -83,6 +83,7 @@ class FrequentWords(RulerTask):
     letters: int = 6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha}; give more than 1, or the counts have no finite sum")
 

@@ -23,7 +23,7 @@ _QUESTION = "What {are} the special magic {what} for {keys} mentioned in the pro
 _PREFIX = " The special magic {what} for {keys} mentioned in the provided text {are}"
 _NEEDLE = "One of the special magic {what} for {key} is: {value}."
 _DEPTHS = 40
-"""Number of depths for needles, evenly spaced."""
+"""Number of depths for needles in a text, evenly spaced, from its beginning to its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Niah(RulerTask):
     text: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.task not in SETTINGS:
             raise ValueError(f"task={self.task!r}; give one of {', '.join(SETTINGS)}")
         if SETTINGS[self.task].hay == "text" and self.text is None:
@@ -113,15 +114,17 @@ class Niah(RulerTask):
             "what": setting.value.removesuffix("s") if one else setting.value,
             "keys": ", ".join(asked[:-1]) + f", and {asked[-1]}" if len(asked) > 1 else asked[0],
         }
-        places = sorted(rng.sample(range(_DEPTHS), len(needles)))
-        depths = [place / (_DEPTHS - 1) for place in places]
+        depths = sorted(place / (_DEPTHS - 1) for place in rng.sample(range(_DEPTHS), len(needles)))
         others = random.Random(rng.getrandbits(64)).getrandbits(64)
+        behind = random.Random(others + 1).random()
 
         def build(count: int) -> Example:
             hay, separator = self._hay(setting, count, others)
+            # In noise and among needles, the needle is before a random unit, and never the last one.
+            at = depths if setting.hay == "text" else [int(behind * count) / count]
             question = _QUESTION.format(**words | {"are": words["are"] if one else "are all"})
             return Example(
-                context=_CONTEXT.format(**words, hay=haystack.hide(hay, needles, depths, separator)),
+                context=_CONTEXT.format(**words, hay=haystack.hide(hay, needles, at, separator)),
                 question=question,
                 answers=tuple(value for key in asked for value in values[key]),
                 max_new_tokens=128,
