@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .policies import by_head as by_head
     from .policies import by_layer as by_layer
     from .policies import chunk_token_hybrid as chunk_token_hybrid
+    from .policies import chunkkv as chunkkv
     from .policies import critical as critical
     from .policies import get_policy as get_policy
     from .policies import offloaded as offloaded
@@ -64,6 +65,7 @@ _NAMES = {
         "by_head",
         "by_layer",
         "chunk_token_hybrid",
+        "chunkkv",
         "critical",
         "get_policy",
         "offloaded",

@@ -3,7 +3,7 @@
 from .base import Policy as Policy
 from .budget import budget_rows as budget_rows
 from .budget import budget_tokens as budget_tokens
-from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
+from .chunk_eviction import chunk_token_hybrid as chunk_token_hybrid
 from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
 from .families.scoring import all_queries as all_queries
@@ -27,6 +27,8 @@ from .transforms.by_head import ByHead as ByHead
 from .transforms.by_head import by_head as by_head
 from .transforms.by_layer import ByLayer as ByLayer
 from .transforms.by_layer import by_layer as by_layer
+from .transforms.chunks import Chunks as Chunks
+from .transforms.chunks import chunkkv as chunkkv
 from .transforms.critical import Critical as Critical
 from .transforms.critical import critical as critical
 from .transforms.offload import Offloaded as Offloaded

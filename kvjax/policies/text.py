@@ -8,6 +8,7 @@
     thresholded(knorm:512; threshold=-12)
     prompt_only(tova:512)
     critical(snapkv:512)
+    chunkkv(expected_attention:512; chunk=20)
     by_layer(full; treekv:0.2)                     a policy for each layer
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
@@ -30,6 +31,7 @@ from .info import PolicyError
 from .registry import make_policy, policies, policy_class, replaced, unknown_hyperparameter
 from .transforms.by_head import by_head
 from .transforms.by_layer import by_layer
+from .transforms.chunks import Chunks
 from .transforms.critical import Critical
 from .transforms.offload import Offloaded
 from .transforms.prompt_only import PromptOnly
@@ -39,6 +41,7 @@ from .transforms.recompress import Recompress
 from .transforms.threshold import Thresholded
 
 _WRAPPERS: dict[str, type[Any]] = {
+    "chunkkv": Chunks,
     "critical": Critical,
     "offloaded": Offloaded,
     "quantized": Quantized,

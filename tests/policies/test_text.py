@@ -26,6 +26,7 @@ from kvjax.policies import (
     TreeKV,
     by_head,
     by_layer,
+    chunkkv,
     critical,
     get_policy,
     offloaded,
@@ -50,6 +51,7 @@ WRITTEN = {
     "offloaded(clusterkv:1024; steps=2)": offloaded(ClusterKV(budget=1024), steps=2),
     "quantized( chunkkv:0.5 ; bits=4 )": quantized(ChunkKV(budget=0.5), bits=4),
     "prompt_only(tova:64)": prompt_only(TOVA(budget=64)),
+    "chunkkv(snapkv:64; chunk=10; spiky=4)": chunkkv(SnapKV(budget=64), chunk=10, spiky=4),
     "critical(snapkv:64; share=0.25)": critical(SnapKV(budget=64), share=0.25),
     "recompress(snapkv:64; every=8)": recompress(SnapKV(budget=64), every=8),
     "recompress(h2o:observers=last,budget=64; prompt=keep)": recompress(
@@ -108,7 +110,7 @@ def test_a_list_of_policies():
         ("offloaded()", r"has no policy. Write one, as in offloaded\(full\)"),
         (
             "offload(treekv)",
-            r"unknown transform 'offload'.*Known transforms: critical, offloaded, quantized, prompt_only, pyramid, recompress, thresholded, by_layer, by_head",
+            r"unknown transform 'offload'.*Known transforms: chunkkv, critical, offloaded, quantized, prompt_only, pyramid, recompress, thresholded, by_layer, by_head",
         ),
         ("by_head(a=full)", r"profile is missing. Give profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),
