@@ -31,3 +31,4 @@ from .tova import TOVA as TOVA
 from .treekv import TreeKV as TreeKV
 from .triattention import TriAttention as TriAttention
 from .turboquant import TurboQuant as TurboQuant
+from .vase import VaSE as VaSE
