@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .policies import quantized as quantized
     from .policies import recompress as recompress
     from .policies import register as register
+    from .policies import then as then
     from .policies import thresholded as thresholded
     from .policies.methods import *  # noqa: F403
     from .runtime.aot import CompiledGenerator as CompiledGenerator
@@ -74,6 +75,7 @@ _NAMES = {
         "quantized",
         "recompress",
         "register",
+        "then",
         "thresholded",
     ),
     "runtime.aot": (

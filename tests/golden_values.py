@@ -43,6 +43,7 @@ from kvjax.policies import (
     pyramid,
     quantized,
     recompress,
+    then,
     thresholded,
 )
 from kvjax.runtime.engine import Engine
@@ -100,6 +101,7 @@ def cases() -> dict[str, Callable[[], Policy]]:
         ),
         "recompress": lambda: recompress(made("snapkv"), every=4),
         "recompress(keep)": lambda: recompress(made("tova"), every=4, prompt="keep"),
+        "then": lambda: then(made("snapkv"), get_policy("quest:8,page=4,dense_layers=1")),
         "thresholded": lambda: thresholded(made("knorm"), -4.0, window=4),
     }
 

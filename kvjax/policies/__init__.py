@@ -40,5 +40,7 @@ from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized
 from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
+from .transforms.then import Then as Then
+from .transforms.then import then as then
 from .transforms.threshold import Thresholded as Thresholded
 from .transforms.threshold import thresholded as thresholded

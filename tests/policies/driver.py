@@ -25,6 +25,7 @@ from kvjax.policies import (
     KNorm,
     Offloaded,
     Policy,
+    Quest,
     SnapKV,
     StreamingLLM,
     TreeKV,
@@ -37,6 +38,7 @@ from kvjax.policies import (
     policies,
     prefill_alone,
     recompress,
+    then,
     thresholded,
 )
 from kvjax.policies.attention_context import AttentionContext
@@ -144,7 +146,7 @@ def surrounded(spec: LayerSpec, q: Any, k: Any) -> AttentionContext:
     return dataclasses.replace(AttentionContext.alone(spec), inputs=lambda: read)
 
 
-TRANSFORMS = {"recompress": "slow", "chunkkv": "slow", "critical": "long", "thresholded": "long"}
+TRANSFORMS = {"recompress": "slow", "chunkkv": "slow", "critical": "long", "then": "slow", "thresholded": "long"}
 """Tiers of transforms whose parts others have. Those of policies are in `facts.Facts`."""
 
 
@@ -195,6 +197,10 @@ def compositions(budget: int | float) -> list[Policy]:
         recompress(KNorm(budget=budget, dense_layers=0), every=4),
         chunkkv(SnapKV(budget=budget, window=4), chunk=4, spiky=2),
         critical(SnapKV(budget=budget, window=4)),
+        then(
+            SnapKV(budget=budget, window=4),
+            Quest(budget=8 if isinstance(budget, int) and budget <= 1000 else budget, page=4, dense_layers=0),
+        ),
         thresholded(KNorm(budget=budget, dense_layers=0), -2.7, window=1000 if budget > 1000 else 4),
     ]
     return [heads, by_layer([stream, heads]), *rounds]
