@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .policies import by_head as by_head
     from .policies import by_layer as by_layer
     from .policies import chunk_token_hybrid as chunk_token_hybrid
+    from .policies import chunkkv as chunkkv
     from .policies import critical as critical
     from .policies import get_policy as get_policy
     from .policies import offloaded as offloaded
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .policies import quantized as quantized
     from .policies import recompress as recompress
     from .policies import register as register
+    from .policies import then as then
     from .policies import thresholded as thresholded
     from .policies.methods import *  # noqa: F403
     from .runtime.aot import CompiledGenerator as CompiledGenerator
@@ -68,6 +70,7 @@ _NAMES = {
         "by_head",
         "by_layer",
         "chunk_token_hybrid",
+        "chunkkv",
         "critical",
         "get_policy",
         "offloaded",
@@ -76,6 +79,7 @@ _NAMES = {
         "quantized",
         "recompress",
         "register",
+        "then",
         "thresholded",
     ),
     "runtime.aot": (

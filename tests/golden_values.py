@@ -34,6 +34,7 @@ from kvjax.policies import (
     by_head,
     by_layer,
     chunk_token_hybrid,
+    chunkkv,
     critical,
     get_policy,
     offloaded,
@@ -42,6 +43,7 @@ from kvjax.policies import (
     pyramid,
     quantized,
     recompress,
+    then,
     thresholded,
 )
 from kvjax.runtime.engine import Engine
@@ -85,6 +87,8 @@ def cases() -> dict[str, Callable[[], Policy]]:
         "by_head": lambda: by_head({"a": made("treekv"), "b": made("snapkv")}, LABELS),
         "by_layer": lambda: by_layer([made("snapkv"), made("streaming_llm")]),
         "chunk_token_hybrid": lambda: chunk_token_hybrid(2, made("chunkkv"), made("snapkv"), 1),
+        "chunkkv(expected_attention)": lambda: chunkkv(made("expected_attention"), chunk=4),
+        "chunkkv(snapkv)": lambda: chunkkv(made("snapkv"), chunk=5, spiky=2),
         "critical": lambda: critical(made("snapkv")),
         "offloaded": lambda: offloaded(made("snapkv")),
         "offloaded(clusterkv)": lambda: offloaded(made("clusterkv"), steps=2),
@@ -97,6 +101,7 @@ def cases() -> dict[str, Callable[[], Policy]]:
         ),
         "recompress": lambda: recompress(made("snapkv"), every=4),
         "recompress(keep)": lambda: recompress(made("tova"), every=4, prompt="keep"),
+        "then": lambda: then(made("snapkv"), get_policy("quest:8,page=4,dense_layers=1")),
         "thresholded": lambda: thresholded(made("knorm"), -4.0, window=4),
     }
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.licenses import canonicalize_license_expression
 
 import kvjax
-from kvjax.policies.text import _WRAPPERS
+from kvjax.policies.text import _OF_PARTS, _WRAPPERS
 
 
 def test_every_name_is_there() -> None:
@@ -47,7 +47,7 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
 def test_every_policy_and_transform_is_there() -> None:
     ours = [policy for policy in kvjax.policies.policies().values() if policy.__module__.startswith("kvjax.")]
     assert [getattr(kvjax, policy.__name__, None) for policy in ours] == ours
-    for name in (*_WRAPPERS, "by_head", "by_layer", "chunk_token_hybrid"):
+    for name in (*_WRAPPERS, *_OF_PARTS, "chunk_token_hybrid"):
         assert getattr(kvjax, name) is getattr(kvjax.policies, name)
 
 

@@ -3,7 +3,7 @@
 from .base import Policy as Policy
 from .budget import budget_rows as budget_rows
 from .budget import budget_tokens as budget_tokens
-from .chunkkv import chunk_token_hybrid as chunk_token_hybrid
+from .chunk_eviction import chunk_token_hybrid as chunk_token_hybrid
 from .families.scoring import PromptScorer as PromptScorer
 from .families.scoring import ScoreEviction as ScoreEviction
 from .families.scoring import all_queries as all_queries
@@ -28,6 +28,8 @@ from .transforms.by_head import ByHead as ByHead
 from .transforms.by_head import by_head as by_head
 from .transforms.by_layer import ByLayer as ByLayer
 from .transforms.by_layer import by_layer as by_layer
+from .transforms.chunks import Chunks as Chunks
+from .transforms.chunks import chunkkv as chunkkv
 from .transforms.critical import Critical as Critical
 from .transforms.critical import critical as critical
 from .transforms.offload import Offloaded as Offloaded
@@ -39,5 +41,7 @@ from .transforms.quantize import Quantized as Quantized
 from .transforms.quantize import quantized as quantized
 from .transforms.recompress import Recompress as Recompress
 from .transforms.recompress import recompress as recompress
+from .transforms.then import Then as Then
+from .transforms.then import then as then
 from .transforms.threshold import Thresholded as Thresholded
 from .transforms.threshold import thresholded as thresholded

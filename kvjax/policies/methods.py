@@ -5,7 +5,7 @@ from .attention_matching import AttentionMatching as AttentionMatching
 from .cam import CaM as CaM
 from .catekv import CateKV as CateKV
 from .chelsea import Chelsea as Chelsea
-from .chunkkv import ChunkKV as ChunkKV
+from .chunk_eviction import ChunkKV as ChunkKV
 from .clusterkv import ClusterKV as ClusterKV
 from .compactor import Compactor as Compactor
 from .duoattention import DuoAttention as DuoAttention
@@ -31,3 +31,4 @@ from .tova import TOVA as TOVA
 from .treekv import TreeKV as TreeKV
 from .triattention import TriAttention as TriAttention
 from .turboquant import TurboQuant as TurboQuant
+from .vase import VaSE as VaSE

@@ -8,6 +8,8 @@
     thresholded(knorm:512; threshold=-12)
     prompt_only(tova:512)
     critical(snapkv:512)
+    chunkkv(expected_attention:512; chunk=20)
+    then(snapkv:0.25; quest:256)                   a policy for the prompt, and one for what queries read of it
     by_layer(full; treekv:0.2)                     a policy for each layer
     by_head(a=full; b=treekv:256; profile=(("a", "b"), ("b", "b")))
 
@@ -30,15 +32,18 @@ from .info import PolicyError
 from .registry import make_policy, policies, policy_class, replaced, unknown_hyperparameter
 from .transforms.by_head import by_head
 from .transforms.by_layer import by_layer
+from .transforms.chunks import Chunks
 from .transforms.critical import Critical
 from .transforms.offload import Offloaded
 from .transforms.prompt_only import PromptOnly
 from .transforms.pyramid import Pyramid
 from .transforms.quantize import Quantized
 from .transforms.recompress import Recompress
+from .transforms.then import then
 from .transforms.threshold import Thresholded
 
 _WRAPPERS: dict[str, type[Any]] = {
+    "chunkkv": Chunks,
     "critical": Critical,
     "offloaded": Offloaded,
     "quantized": Quantized,
@@ -48,6 +53,9 @@ _WRAPPERS: dict[str, type[Any]] = {
     "thresholded": Thresholded,
 }
 
+
+_OF_PARTS = ("then", "by_layer", "by_head")
+"""Combinations of several policies."""
 
 MOST_DEEP = 32
 """Maximum depth of nested brackets, far below Python's recursion limit."""
@@ -224,9 +232,9 @@ def _short(text: str) -> str:
 
 
 def _combined(text: str, name: str, parts: list[str]) -> Policy:
-    if name not in (*_WRAPPERS, "by_layer", "by_head"):
+    if name not in (*_WRAPPERS, *_OF_PARTS):
         raise PolicyError(
-            f"unknown transform {name!r} in {_short(text)}. Known transforms: {', '.join([*_WRAPPERS, 'by_layer', 'by_head'])}."
+            f"unknown transform {name!r} in {_short(text)}. Known transforms: {', '.join([*_WRAPPERS, *_OF_PARTS])}."
         )
     if parts == [""]:
         raise PolicyError(f"{_short(text)} has no policy. Write one, as in {name}(full).")
@@ -234,6 +242,12 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
         raise PolicyError(f"{_short(text)}: there is nothing on one side of a semicolon. Remove the semicolon.")
     if name == "by_layer":
         return by_layer([_parsed(part) for part in parts])
+    if name == "then":
+        if len(parts) != 2:
+            raise PolicyError(
+                f"{_short(text)}: then takes two policies. Write them as in then(snapkv:0.25; quest:256)."
+            )
+        return then(_parsed(parts[0]), _parsed(parts[1]))
     if name == "by_head":
         return _by_head(text, parts)
     cls = _WRAPPERS[name]

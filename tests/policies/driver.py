@@ -19,22 +19,26 @@ from kvjax.models import ModelConfig
 from kvjax.policies import (
     ByHead,
     ByLayer,
+    Chunks,
     ClusterKV,
     Critical,
     KNorm,
     Offloaded,
     Policy,
+    Quest,
     SnapKV,
     StreamingLLM,
     TreeKV,
     by_head,
     by_layer,
+    chunkkv,
     critical,
     get_policy,
     offloaded,
     policies,
     prefill_alone,
     recompress,
+    then,
     thresholded,
 )
 from kvjax.policies.attention_context import AttentionContext
@@ -142,7 +146,7 @@ def surrounded(spec: LayerSpec, q: Any, k: Any) -> AttentionContext:
     return dataclasses.replace(AttentionContext.alone(spec), inputs=lambda: read)
 
 
-TRANSFORMS = {"recompress": "slow", "critical": "long", "thresholded": "long"}
+TRANSFORMS = {"recompress": "slow", "chunkkv": "slow", "critical": "long", "then": "slow", "thresholded": "long"}
 """Tiers of transforms whose parts others have. Those of policies are in `facts.Facts`."""
 
 
@@ -154,8 +158,8 @@ def each(policies: list[Policy], later: bool = False) -> pytest.MarkDecorator:
     """One test for every policy, in the policy's tier, or with `later` in the one after it."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
-        outer = name.partition("(")[0]
-        tier = TRANSFORMS.get(outer, facts_of(outer).tier)
+        outer, bracket, _ = name.partition("(")
+        tier = TRANSFORMS.get(outer, facts_of(outer).tier) if bracket else facts_of(outer).tier
         tier = LATER[tier] if later else tier
         return [] if tier == "default" else [getattr(pytest.mark, tier)]
 
@@ -196,7 +200,12 @@ def compositions(budget: int | float) -> list[Policy]:
     rounds = [
         recompress(SnapKV(budget=budget, window=4), every=4),
         recompress(KNorm(budget=budget, dense_layers=0), every=4),
+        chunkkv(SnapKV(budget=budget, window=4), chunk=4, spiky=2),
         critical(SnapKV(budget=budget, window=4)),
+        then(
+            SnapKV(budget=budget, window=4),
+            Quest(budget=8 if isinstance(budget, int) and budget <= 1000 else budget, page=4, dense_layers=0),
+        ),
         thresholded(KNorm(budget=budget, dense_layers=0), -2.7, window=1000 if budget > 1000 else 4),
     ]
     return [heads, by_layer([stream, heads]), *rounds]
@@ -212,7 +221,7 @@ def most(policy: Policy, spec: LayerSpec, head: int, length: int, steps: int) ->
     """How many slots one KV head may hold after a prompt of `length` tokens and `steps` new ones."""
     if isinstance(policy, ByLayer):
         return most(policy.layers[spec.layer], spec, head, length, steps)
-    if isinstance(policy, Offloaded | Critical):
+    if isinstance(policy, Offloaded | Critical | Chunks):
         return most(policy.policy, spec, head, length, steps)
     if isinstance(policy, ByHead):
         group = next(i for i, layers in enumerate(policy.heads) if head in layers[spec.layer])

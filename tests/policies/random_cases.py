@@ -16,6 +16,7 @@ from kvjax.policies import (
     PolicyError,
     by_head,
     by_layer,
+    chunkkv,
     critical,
     get_policy,
     offloaded,
@@ -168,6 +169,8 @@ def _policy(random: np.random.Generator, config: ModelConfig, depth: int) -> Pol
         return pyramid(inner(), beta=int(random.integers(2, 6)))
     if made < 0.45:
         return recompress(inner(), every=int(random.integers(1, 6)))
+    if made < 0.465:
+        return chunkkv(inner(), chunk=int(random.choice([2, 4, 7])), spiky=[None, 1][int(random.integers(2))])
     if made < 0.48:
         return critical(inner())
     if made < 0.5:

@@ -16,7 +16,16 @@ from policies.slots import after_prompt, kept
 import kvjax
 from kvjax.cache import layer_specs
 from kvjax.models import transformer
-from kvjax.policies import ByLayer, ChunkKV, PolicyError, StreamingLLM, by_head, by_layer, chunk_token_hybrid, chunkkv
+from kvjax.policies import (
+    ByLayer,
+    ChunkKV,
+    PolicyError,
+    StreamingLLM,
+    by_head,
+    by_layer,
+    chunk_eviction,
+    chunk_token_hybrid,
+)
 from kvjax.policies.budget import budget_rows
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
@@ -288,7 +297,7 @@ def test_layers_take_over_the_choice_of_their_groups_first(deep, own):
 
 @pytest.mark.parametrize(("reuse", "scored"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3]), (4, [0])])
 def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
-    entered, layers, scores, prefill = [], [], chunkkv.last_queries, chunkkv.ChunkKVLayer.prefill
+    entered, layers, scores, prefill = [], [], chunk_eviction.last_queries, chunk_eviction.ChunkKVLayer.prefill
 
     def enter(self, *args):
         entered.append(self.spec.layer)
@@ -298,8 +307,8 @@ def test_reuse_skips_the_scoring(deep, monkeypatch, reuse, scored):
         layers.append(entered[-1])
         return scores(*args, **options)
 
-    monkeypatch.setattr(chunkkv.ChunkKVLayer, "prefill", enter)
-    monkeypatch.setattr(chunkkv, "last_queries", count)
+    monkeypatch.setattr(chunk_eviction.ChunkKVLayer, "prefill", enter)
+    monkeypatch.setattr(chunk_eviction, "last_queries", count)
     policy, specs = dataclasses.replace(SMALL, reuse=reuse), layer_specs(deep.config, 1, 64, 4, deep.dtype)
     tokens, lengths = to_jax(np.zeros((1, 64)), jnp.int32), to_jax([64])
     jax.eval_shape(lambda: transformer.prefill(deep, tokens, lengths, lengths, decoding.layers_of(policy, specs))[0])

@@ -53,7 +53,7 @@ def test_values_are_the_recorded_ones(name, golden, model):
 
 def test_every_policy_and_transform_is_recorded(golden):
     ours = {name for name, policy in policies().items() if policy.__module__.startswith("kvjax.")}
-    assert set(golden) == set(golden_values.cases()) >= ours | {*text._WRAPPERS, "by_layer", "by_head"}
+    assert set(golden) == set(golden_values.cases()) >= ours | {*text._WRAPPERS, *text._OF_PARTS}
 
 
 def test_every_case_compresses(golden):

@@ -25,6 +25,7 @@ from kvjax.policies import (
     TreeKV,
     by_head,
     by_layer,
+    chunkkv,
     critical,
     get_policy,
     offloaded,
@@ -70,7 +71,7 @@ def test_near_misses_are_told(written, meant):
 
 @pytest.mark.parametrize("written", ["", "zzz"])
 def test_what_is_like_nothing_is_told_without_a_guess(written):
-    with pytest.raises(PolicyError, match=r"unknown policy .*triattention, turboquant\.$"):
+    with pytest.raises(PolicyError, match=r"unknown policy .*turboquant, vase\.$"):
         get_policy(written)
 
 
@@ -103,6 +104,7 @@ def test_a_budget_goes_to_the_parts_that_take_one():
         (by_head({"a": Full(), "b": H2O()}, heads), by_head({"a": Full(), "b": H2O(budget=64)}, heads)),
         (quantized(ChunkKV()), quantized(ChunkKV(budget=64))),
         (offloaded(StreamingLLM()), offloaded(StreamingLLM(budget=64))),
+        (chunkkv(SnapKV()), chunkkv(SnapKV(budget=64))),
         (critical(SnapKV()), critical(SnapKV(budget=64))),
         (pyramid(recompress(SnapKV(), 8)), pyramid(recompress(SnapKV(budget=64), 8))),
         (prompt_only(by_layer([TOVA(), TOVA()])), prompt_only(by_layer([TOVA(budget=64)] * 2))),

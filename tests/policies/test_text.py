@@ -26,6 +26,7 @@ from kvjax.policies import (
     TreeKV,
     by_head,
     by_layer,
+    chunkkv,
     critical,
     get_policy,
     offloaded,
@@ -34,6 +35,7 @@ from kvjax.policies import (
     prompt_only,
     quantized,
     recompress,
+    then,
     thresholded,
 )
 from kvjax.policies.text import parse_policy, split_policies
@@ -50,11 +52,13 @@ WRITTEN = {
     "offloaded(clusterkv:1024; steps=2)": offloaded(ClusterKV(budget=1024), steps=2),
     "quantized( chunkkv:0.5 ; bits=4 )": quantized(ChunkKV(budget=0.5), bits=4),
     "prompt_only(tova:64)": prompt_only(TOVA(budget=64)),
+    "chunkkv(snapkv:64; chunk=10; spiky=4)": chunkkv(SnapKV(budget=64), chunk=10, spiky=4),
     "critical(snapkv:64; share=0.25)": critical(SnapKV(budget=64), share=0.25),
     "recompress(snapkv:64; every=8)": recompress(SnapKV(budget=64), every=8),
     "recompress(h2o:observers=last,budget=64; prompt=keep)": recompress(
         H2O(budget=64, observers="last"), prompt="keep"
     ),
+    "then(snapkv:64; quest:32,page=8)": then(SnapKV(budget=64), Quest(budget=32, page=8)),
     "thresholded(knorm:256; threshold=-12; window=8)": thresholded(KNorm(budget=256), -12, window=8),
     "by_layer(full; treekv:64,sinks=2)": by_layer([Full(), TreeKV(budget=64, sinks=2)]),
     "catekv:eta=1.0,adaptive=(quest:64)": CateKV(adaptive=Quest(budget=64)),
@@ -108,8 +112,9 @@ def test_a_list_of_policies():
         ("offloaded()", r"has no policy. Write one, as in offloaded\(full\)"),
         (
             "offload(treekv)",
-            r"unknown transform 'offload'.*Known transforms: critical, offloaded, quantized, prompt_only, pyramid, recompress, thresholded, by_layer, by_head",
+            r"unknown transform 'offload'.*Known transforms: chunkkv, critical, offloaded, quantized, prompt_only, pyramid, recompress, thresholded, then, by_layer, by_head",
         ),
+        ("then(snapkv)", r"then takes two policies. Write them as in then\(snapkv:0.25; quest:256\)"),
         ("by_head(a=full)", r"profile is missing. Give profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),
         ("kivi:4", r"'kivi:4': kivi has no budget that '4' could set. Write NAME=VALUE, with bits, group, residual"),

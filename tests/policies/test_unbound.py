@@ -20,6 +20,7 @@ TRANSFORMS = (
     "offloaded({})",
     "quantized({}; group=16)",
     "prompt_only({})",
+    "chunkkv({})",
     "critical({})",
     "by_layer({}; full; full; full; full; full; full; full)",
 )
@@ -47,7 +48,7 @@ def refusal(policy: Policy, block: int | None) -> str | None:
 def test_what_a_model_would_be_needed_for_is_found_without_one(transform):
     for name in policies():
         outer, policy = (
-            get_policy(transform.format("full" if "critical" not in transform else "snapkv")),
+            get_policy(transform.format("snapkv" if "critical" in transform or "chunkkv" in transform else "full")),
             given(name),
         )
         if transform.startswith("by_layer"):

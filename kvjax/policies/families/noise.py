@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from kvjax._util import randomness
 from kvjax.cache import LayerSpec
@@ -28,3 +28,25 @@ def _draw(spec: LayerSpec, seed: int) -> Callable[[Array, Array], Array]:
     """Return the function from a head and a position to their number."""
     layer = jax.random.fold_in(randomness.random_key(seed), spec.layer)
     return lambda head, at: randomness.uniform(jax.random.fold_in(jax.random.fold_in(layer, head), at))
+
+
+def uniform_in_rounds(
+    spec: LayerSpec, seed: int, pos: Int[Array, "B #K T"], rounds: Int[Array, " B"]
+) -> Float[Array, "B K T"]:
+    """Return a number in [0, 1) for each row's round, KV head and position, with `rounds` a number of each round."""
+
+    def by_place(key: Key[Array, ""], pos: Int[Array, " T"]) -> Float[Array, " T"]:
+        return jax.vmap(lambda at: randomness.uniform(jax.random.fold_in(key, at)))(pos)
+
+    def by_head(key: Key[Array, ""], pos: Int[Array, "K T"]) -> Float[Array, "K T"]:
+        heads = jax.vmap(jax.random.fold_in, (None, 0))(key, spec.head_ids)
+        return jax.vmap(by_place)(heads, pos)
+
+    pos = jnp.broadcast_to(pos, (pos.shape[0], spec.num_kv_heads, pos.shape[2]))
+    return jax.vmap(by_head)(round_keys(spec, seed, rounds), pos)
+
+
+def round_keys(spec: LayerSpec, seed: int, rounds: Int[Array, " B"]) -> Key[Array, " B"]:
+    """Return a key for each row's round in this layer, [B]."""
+    layer = jax.random.fold_in(randomness.random_key(seed), spec.layer)
+    return jax.vmap(jax.random.fold_in, (None, 0))(layer, rounds)

@@ -195,9 +195,7 @@ class ChunkKV(PromptScorer):
             return (budget - self.window) // self.chunk
         if isinstance(self.budget, float):
             return jnp.maximum(budget_rows(self.budget, chunks), 1)
-        # ⌊chunks · budget / length⌋ without overflow: budget = whole · c + rest, length = chunks · c - short.
-        whole, rest, short = budget // self.chunk, budget % self.chunk, chunks * self.chunk - lengths
-        return jnp.maximum(whole + ((whole + 1) * short >= chunks * (self.chunk - rest)).astype(jnp.int32), 1)
+        return chunk_count(lengths, budget, self.chunk)
 
     def _token_scores(self, scores: Float[Array, "B K T"], scored: Bool[Array, "B #K T"]) -> Float[Array, "B K T"]:
         """Token scores from attention. Tokens that are not scored get 0, or with rule="kvpress" more than any other."""
@@ -241,6 +239,20 @@ class ChunkKVLayer(PromptScorerLayer[ChunkKV]):
         if keep is None:
             keep, _ = super().chosen(prompt, carry)
         return keep, carry if self.policy.reuse == 1 else carry | {self.key: keep}
+
+
+def chunk_count(lengths: Int[Array, " B"], budget: Int[Array, " B"], chunk: int) -> Int[Array, " B"]:
+    """Number of chunks that kvpress keeps: the budget's share of all chunks, rounded down, and at least one.
+
+    Args:
+        lengths: tokens in each row, more than its budget.
+        budget: slots of each row.
+        chunk: tokens in a chunk.
+    """
+    chunks = -(-lengths // chunk)
+    # ⌊chunks · budget / length⌋ without overflow: budget = whole · c + rest, length = chunks · c - short.
+    whole, rest, short = budget // chunk, budget % chunk, chunks * chunk - lengths
+    return jnp.maximum(whole + ((whole + 1) * short >= chunks * (chunk - rest)).astype(jnp.int32), 1)
 
 
 def chunk_token_hybrid(
