@@ -374,6 +374,7 @@ def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tup
     """
     for replay in layer.replays:
         carry = replay.with_observed(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
+        carry = replay.with_starts(jnp.full_like(prompt.lengths, replay.skipped), carry)
     return layer.prefill(prompt, carry)
 
 
