@@ -34,6 +34,7 @@ class LayerSpec:
         kv_heads: which of the layer's KV heads these are, None for all.
         words: tokens of the words that replays read besides the prompt, by text: those of the text, and those that open
             an answer in the model's template. Empty without replays or without a tokenizer.
+        template: tokens that the model's chat template puts before a user's text. Empty unless replays skip them.
         shard: how devices shard the layer. On a mesh, `batch`, `num_heads` and `num_kv_heads` are those of one device.
     """
 
@@ -53,6 +54,7 @@ class LayerSpec:
     mixed: bool = False
     kv_heads: tuple[int, ...] | None = None
     words: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    template: tuple[int, ...] = ()
     shard: Shard = ONE_DEVICE
 
     def __post_init__(self) -> None:

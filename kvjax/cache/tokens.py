@@ -89,7 +89,7 @@ class PromptKV:
         return self.pos if self.before else None
 
     def heads(self, kv_heads: np.ndarray) -> "PromptKV":
-        """Return some KV heads of a whole prompt, with the query heads that read them."""
+        """Return some KV heads, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         return dataclasses.replace(
             self,
@@ -98,6 +98,7 @@ class PromptKV:
             v=self.v[:, :, kv_heads],
             q_rotated=self.q_rotated[:, :, queries],
             k_rotated=self.k_rotated[:, :, kv_heads],
+            pos=self.pos if self.pos.shape[1] == 1 else self.pos[:, kv_heads],
         )
 
 

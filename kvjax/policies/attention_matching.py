@@ -92,7 +92,12 @@ class AttentionMatching(PromptScorer):
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
-        return AttentionMatchingLayer(self, spec)
+        layer = AttentionMatchingLayer(self, spec)
+        if layer.replays and spec.kv_heads is not None:
+            raise PolicyError(
+                f"{self.info.name}: the policy reads a prompt again for all heads of a layer together. Give it whole layers, with by_layer."
+            )
+        return layer
 
 
 @dataclasses.dataclass(frozen=True)

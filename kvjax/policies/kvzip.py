@@ -1,6 +1,8 @@
 """KVzip: the prompt's tokens that the model needs to repeat the prompt. Question-agnostic."""
 
 import dataclasses
+import functools
+import logging
 import math
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +16,7 @@ from kvjax.pallas_kernels import top_k
 from kvjax.pallas_kernels.masking import MASKED
 
 from .attention_context import AttentionContext, projected_norms
+from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
 from .families.ragged import RaggedLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
@@ -22,6 +25,8 @@ from .info import PolicyError, PolicyInfo
 from .layer import CacheLayer, Carry
 from .registry import register
 from .replay import Part, Replay
+
+log = logging.getLogger(__name__)
 
 FIRST = "\n\nRepeat the previous context exactly."
 THEN = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -42,15 +47,16 @@ class KVzip(PromptScorer):
     tokens, the part, and the tokens read now up to the query. Heads share a budget, so a head with high scores keeps
     more. New tokens are kept in addition.
 
-    By default, all heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`). Other
-    scopes:
+    By default, all heads of all layers share one budget, as in the published code. The division among layers is known
+    only after prefill, so each layer has slots for `slack` times the average. Slots that a layer wants beyond them go
+    to the next best tokens of other layers. In a group of `by_head`, the heads of each layer share a budget instead,
+    which is logged. Other scopes:
 
-    - `scope="model"`: one budget for all layers, as in the published code. The division among layers is known only
-      after prefill, so each layer has slots for `slack` times the average. Slots that a layer needs beyond them go to
-      the next best tokens of other layers.
+    - `scope="layer"`: the heads of a layer share K times its budget, in a store of exactly that size (see `AdaKV`).
     - `scope="head"`: the same budget for every head, the published pair-uniform.
 
-    The published code drops all tokens that equal its threshold, so it may keep fewer.
+    The published code drops all tokens that equal its threshold, so it may keep fewer. It keeps the template's tokens
+    in addition to the budget, which includes them here.
 
     The words come after the unchanged prompt with its chat template, and end with the opening of an answer if the model
     has a template. A model without a tokenizer reads the tokens only. The cost is the time of two more prefills, and
@@ -59,11 +65,13 @@ class KVzip(PromptScorer):
     Attributes:
         budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A
             prompt within it is kept whole.
-        scope: which heads share their budgets: those of a "layer", of the whole "model", or none ("head").
+        scope: which heads share their budgets: those of the whole "model", of a "layer", or none ("head").
         chunk: tokens that are repeated at a time. 2048 in kvpress.
         overlap: last tokens of the previous part with which the words end.
         sinks: first tokens, which are kept, and attended to with every part.
-        prefix: first tokens, such as a system prompt, that are kept and not repeated.
+        prefix: number of first tokens, such as a system prompt, that are kept and not repeated. By default (None) the
+            tokens that the chat template puts before a user's text, as far as the prompt begins with them. Token ids
+            that are no chat have none.
         queries: whether "all" queries of the pass score, or only those of the part ("repeat").
         slack: slots of a layer with `scope="model"`, as a multiple of the average.
         plus: KVzip+ of kvpress: whether a probability is multiplied by the norm of the token's value after the output
@@ -83,13 +91,13 @@ class KVzip(PromptScorer):
     keeps_highest: ClassVar[bool] = False
     scores_whole_prompts: ClassVar[bool] = True
 
-    scope: Literal["layer", "model", "head"] = "layer"
+    scope: Literal["model", "layer", "head"] = "model"
     chunk: int = 2000
     overlap: int = 8
     sinks: int = 4
-    prefix: int = 0
+    prefix: int | None = None
     queries: Literal["all", "repeat"] = "all"
-    slack: float = 2.0
+    slack: float = 1.1
     plus: bool = False
 
     def __post_init__(self) -> None:
@@ -100,21 +108,40 @@ class KVzip(PromptScorer):
         """How the prompt is read again."""
         overlap = min(self.overlap, self.chunk)
         return Repetition(
-            self.chunk, overlap, self.prefix, FIRST, THEN, self.plus, self.sinks, self.queries == "repeat"
+            self.chunk,
+            overlap,
+            self.prefix or 0,
+            FIRST,
+            THEN,
+            self.plus,
+            self.prefix is None,
+            self.sinks,
+            self.queries == "repeat",
         )
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
-        return budget * 0 + max(self.sinks, self.prefix), budget * 0
+        return budget * 0 + max(self.sinks, self.prefix or 0), budget * 0
+
+    def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
+        return budget_rows(self.budget, total, self._least(spec))
+
+    def max_budget(self, spec: LayerSpec) -> int:
+        return budget_tokens(self.budget, spec.max_tokens, self._least(spec))
+
+    def _least(self, spec: LayerSpec) -> int:
+        """Slots that this model's prompts need at any length."""
+        return max(self.least_slots, len(spec.template) if self.prefix is None else 0)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
             return DenseLayer(self, spec)
+        needs = f"but the chat template's {len(spec.template)} first tokens are always kept. Raise budget, or give prefix=0."
+        check_least(self.info.name, self.budget, spec.max_tokens, self._least(spec), needs)
         if self.scope == "head":
             return KVzipLayer(self, spec)
         if self.scope == "model" and spec.kv_heads is not None:
-            raise PolicyError(
-                f"{self.info.name}: scope='model' needs all heads of all layers, but this layer has a subset of its heads. Give scope='layer'."
-            )
+            _report_heads(str(self))
+            return SharedKVzipLayer(dataclasses.replace(self, scope="layer"), spec)
         return SharedKVzipLayer(self, spec)
 
     def shared_mask(
@@ -142,6 +169,15 @@ class KVzip(PromptScorer):
         return best & (rivals > -jnp.inf) | ends | live & whole
 
 
+@functools.lru_cache(maxsize=256)
+def _report_heads(policy: str) -> None:
+    """Log, once per policy, that a subset of a layer's heads shares no budget with other layers."""
+    log.warning(
+        "%s has a subset of the heads of a layer, as within by_head, so each layer has its own budget (scope=layer).",
+        policy,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Repetition(Replay):
     """The replay of `KVzip`: observes the maximum probability of each token of a part, [B, K, chunk].
@@ -166,11 +202,12 @@ class Repetition(Replay):
         length = self.part_size(spec.prompt_len)
         own = jnp.swapaxes(jnp.where(rows[..., None, None], block.k_rotated, 0), 1, 2).astype(held.k.dtype)
         sinks = min(self.sinks, held.k.shape[2])
-        mine = jax.lax.dynamic_slice_in_dim(held.k, part.start, length, axis=2)
+        places = part.start[:, None] + jnp.arange(length, dtype=jnp.int32)
+        mine = jnp.take_along_axis(held.k, places[:, None, :, None], axis=2, mode="clip")
         keys = jnp.concatenate([held.k[:, :, :sinks], mine, own], axis=2)
 
         place = jnp.arange(size, dtype=jnp.int32)
-        before = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32) < part.start, (rows.shape[0], sinks))
+        before = jnp.arange(sinks, dtype=jnp.int32) < part.start[:, None]
         inside = jnp.arange(length, dtype=jnp.int32) < part.count[:, None]
         asks = rows & (place >= part.words) if self.part_only else rows
         step = min(QUERIES, size)
@@ -202,24 +239,28 @@ class Repetition(Replay):
                 shares = shares * values[:, :, :, None] * asked_by[:, None, None, :, None]
             return jnp.maximum(best, jnp.max(shares, axis=(2, 3)))
 
-        factors = self._factors(part, length)
+        factors = self._factors(part, places)
         start = jnp.zeros((*keys.shape[:2], length), jnp.float32)
         return jax.lax.fori_loop(0, (size + padding) // step, add, start)
 
-    def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
+    def _factors(
+        self, part: Part, places: Int[Array, "B C"]
+    ) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]] | None:
         """Factors of probabilities, by token of the part and by query."""
         if not self.needs_context:
             return None
         assert part.around is not None
-        values = jax.lax.dynamic_slice_in_dim(part.prepared, part.start, length, axis=-1)
+        values = jnp.take_along_axis(part.prepared, places[:, None, None], axis=-1, mode="clip")
         inputs = jnp.linalg.norm(jax.lax.stop_gradient(part.around.inputs()).astype(jnp.float32), axis=-1)
         inverse = jnp.where(part.block.mask & (inputs > 0), 1 / jnp.maximum(inputs, jnp.finfo(jnp.float32).tiny), 0.0)
         return values, inverse
 
-    def scores(self, found: Float[Array, "J B K C"], size: int) -> Float[Array, "B K T"]:
-        """Join the observations of all parts by token of a prompt of `size`. Tokens in no part get 0."""
+    def scores(self, found: Float[Array, "J B K C"], starts: Int[Array, " B"], size: int) -> Float[Array, "B K T"]:
+        """Join the observations of all parts by token of a prompt of `size`. The tokens before have the highest score."""
         joined = einops.rearrange(found, "j b k c -> b k (j c)")
-        return jnp.pad(joined, ((0, 0), (0, 0), (self.skipped, 0)))[..., :size]
+        place = (jnp.arange(size, dtype=jnp.int32) - starts[:, None])[:, None]
+        scores = jnp.take_along_axis(joined, jnp.clip(place, 0, joined.shape[-1] - 1), axis=-1)
+        return jnp.where(place < 0, jnp.finfo(scores.dtype).max, scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +313,8 @@ def replayed(policy: KVzip, size: int, carry: Carry, key: str | None = None) -> 
         raise PolicyError(
             f"{policy.info.name}: the prompt was not read a second time. Use kvjax.Engine, or kvjax.policies.prefill_alone for a single layer."
         )
-    return {layer: policy.replay.scores(each, size) for layer, each in found.items()}
+    starts = policy.replay.starts_in(carry)
+    return {layer: policy.replay.scores(each, starts, size) for layer, each in found.items()}
 
 
 def _own(spec: LayerSpec, scores: Float[Array, "B K T"]) -> Float[Array, "B _ T"]:

@@ -238,6 +238,22 @@ class CacheLayer(Generic[P]):
         """
         return state
 
+    @property
+    def compresses_together(self) -> bool:
+        """Whether the layer needs what others observe before it compresses, see `compress_together`."""
+        return False
+
+    def before_compress(self, state: State, carry: Carry) -> Carry:
+        """Return the carry with what other layers need to know of this one before they compress. By default nothing."""
+        return carry
+
+    def compress_together(self, state: State, carry: Carry) -> State:
+        """Compress a layer that `compresses_together`, with the carry of all layers' `before_compress`.
+
+        `compress` of such a layer uses what the layer itself observes.
+        """
+        return self.compress(state)
+
     def is_due(self, state: State) -> Bool[Array, " B"]:
         """Return the rows in which `compress` has something to do now. For methods that compress at intervals."""
         raise NotImplementedError(f"{type(self).__qualname__}: when='when_full' needs is_due(state). Define it.")
@@ -331,6 +347,16 @@ class WrappedLayer(CacheLayer[P]):
     def compress(self, state: State) -> State:
         return self.inner.compress(state)
 
+    @property
+    def compresses_together(self) -> bool:
+        return self.inner.compresses_together
+
+    def before_compress(self, state: State, carry: Carry) -> Carry:
+        return self.inner.before_compress(state, carry)
+
+    def compress_together(self, state: State, carry: Carry) -> State:
+        return self.inner.compress_together(state, carry)
+
     def is_due(self, state: State) -> Bool[Array, " B"]:
         return self.inner.is_due(state)
 
@@ -374,6 +400,7 @@ def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tup
     """
     for replay in layer.replays:
         carry = replay.with_observed(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
+        carry = replay.with_starts(jnp.full_like(prompt.lengths, replay.skipped), carry)
     return layer.prefill(prompt, carry)
 
 

@@ -29,7 +29,7 @@ class Part:
     Attributes:
         held: cache with the whole prompt in its first T slots, with rotated keys, followed by R free slots.
         block: the tokens that are read: words, then the part.
-        start: position of the part's first token in the prompt, equal in all rows.
+        start: position of the part's first token in each row.
         count: the part's tokens in each row: 0 in rows that end before it.
         words: tokens of the block before the part.
         around: attention inputs and output projection, for a `Replay` that declares `needs_context`.
@@ -38,7 +38,7 @@ class Part:
 
     held: LayerCache
     block: TokenBlock
-    start: Int[Array, ""]
+    start: Int[Array, " B"]
     count: Int[Array, " B"]
     words: Int[Array, ""]
     around: AttentionContext | None = None
@@ -53,6 +53,8 @@ class Replay:
         chunk: tokens of the prompt in each part.
         overlap: last tokens of the previous part that the words repeat at their end.
         skipped: first tokens, which are in no part.
+        after_template: whether the first tokens of the chat template (`LayerSpec.template`), as far as a row begins
+            with them, are in no part, either.
         first, then: words that ask for the first part, and for each later part. A model without a tokenizer reads none.
         needs_context: whether `prepare` and `observe` need the attention inputs and output projection.
     """
@@ -63,6 +65,7 @@ class Replay:
     first: str = ""
     then: str = ""
     needs_context: bool = False
+    after_template: bool = False
 
     def prepare(self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None) -> Any:
         """Return what one layer computes from a prompt once, before parts are read. It becomes `Part.prepared`.
@@ -98,6 +101,21 @@ class Replay:
         every = carry.get(repr(self), {})
         return {**carry, repr(self): {**every, key: {**every.get(key, {}), layer: found}}}
 
+    def starts(self, spec: LayerSpec, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Position of the first part in each row of right-padded prompts."""
+        template = spec.template[: tokens.shape[1]] if self.after_template else ()
+        same = tokens[:, : len(template)] == jnp.asarray(template, tokens.dtype)
+        common = jnp.sum(jnp.cumprod(same, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        return jnp.minimum(jnp.maximum(common, self.skipped), lengths).astype(jnp.int32)
+
+    def with_starts(self, starts: Int[Array, " B"], carry: dict[str, Any]) -> dict[str, Any]:
+        """Return the carry with the position of the first part in each row."""
+        return {**carry, f"{self!r} starts": starts}
+
+    def starts_in(self, carry: dict[str, Any]) -> Int[Array, " B"]:
+        """Return the position of the first part in each row."""
+        return carry[f"{self!r} starts"]
+
     def found(self, carry: dict[str, Any], key: str | None = None) -> dict[int, Any] | None:
         """Return the observations by layer, or None if there was no replay.
 
@@ -110,23 +128,23 @@ class Replay:
         return {layer: each for key in keys for layer, each in every[key].items()} or None
 
 
-def over_parts(replay: Replay, size: int, lengths: Int[Array, " B"], read: Callable[[Int[Array, ""]], Found]) -> Found:
+def over_parts(replay: Replay, size: int, count: Int[Array, " B"], read: Callable[[Int[Array, ""]], Found]) -> Found:
     """Stack what `read` returns for each part along a new first axis. Parts that no row has are zeros.
 
     Args:
         replay: declares the parts.
         size: length that prompts are padded to.
-        lengths: tokens in each row.
+        count: tokens in the parts of each row.
         read: called with the index of a part.
     """
     shapes = jax.eval_shape(read, jnp.zeros((), jnp.int32))
     start = jax.tree.map(lambda x: jnp.zeros((replay.parts(size), *x.shape), x.dtype), shapes)
-    count = jnp.clip(-(-(jnp.max(lengths) - replay.skipped) // replay.chunk), 0, replay.parts(size))
+    parts = jnp.clip(-(-jnp.max(count) // replay.chunk), 0, replay.parts(size))
 
     def add(i: Int[Array, ""], found: Found) -> Found:
         return jax.tree.map(lambda every, one: jax.lax.dynamic_update_index_in_dim(every, one, i, 0), found, read(i))
 
-    return jax.lax.fori_loop(jnp.zeros_like(count), count, add, start)
+    return jax.lax.fori_loop(jnp.zeros_like(parts), parts, add, start)
 
 
 def held_whole(spec: LayerSpec, prompt: PromptKV, more: int) -> LayerCache:
@@ -153,10 +171,11 @@ def without_model(replay: Replay, spec: LayerSpec, prompt: PromptKV) -> Any:
     prepared = replay.prepare(spec, held, around)
 
     def read(i: Int[Array, ""]) -> Any:
-        start = replay.skipped + i * replay.chunk
+        at = replay.skipped + i * replay.chunk
+        start = jnp.full_like(prompt.lengths, at)
         count = jnp.clip(prompt.lengths - start, 0, size)
-        own_q, own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (q, k, v))
+        own_q, own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=1) for x in (q, k, v))
         block = TokenBlock(own_q, own_k, own_v, prompt.lengths, count, prompt.total, spec.rope)
         return replay.observe(spec, Part(held, block, start, count, jnp.zeros((), jnp.int32), around, prepared))
 
-    return over_parts(replay, prompt.size, prompt.lengths, read)
+    return over_parts(replay, prompt.size, prompt.lengths - replay.skipped, read)

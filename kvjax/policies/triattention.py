@@ -3,22 +3,24 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax import cache
 from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
 from .base import Policy
-from .families.rounds import RoundsLayer
+from .families.rounds import ObservedCache, RoundsLayer
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .families.trigonometry import MeanQueries, frequencies, pairs
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo, not_bound
-from .layer import CacheLayer
+from .layer import CacheLayer, Carry
 from .profile import find, missing
 from .registry import register
 
@@ -42,10 +44,17 @@ class TriAttention(PromptScorer):
     the maximum of its group. The last `window` tokens are kept. Neither attention nor queries are needed.
 
     Rounds are as in `RKV`. The published code has a round whenever a head has `every` tokens more than the budget. In
-    both cases a head has up to `every` tokens more than its budget between rounds. Each layer and KV head selects for
-    itself, which the published code calls per_layer_perhead. Its results use sets that layers share, which are not
-    implemented, nor are prompts exempt from compression ("pinned"). The authors' standalone code has no window. Their
-    code for vLLM has 128, as here.
+    both cases a head has up to `every` tokens more than its budget between rounds. The authors' standalone code has no
+    window. Their code for vLLM has 128, as here.
+
+    By default, each layer and KV head selects for itself, which the published code calls per_layer_perhead. Other sets
+    of tokens are shared by all layers:
+
+    - `sets="union"`: one set for all heads, by the maximum of all heads' scores. This equals the published selection
+      from the union of all heads' best tokens.
+    - `sets="heads"`: one set per KV head, by the mean over layers. The authors' results use it.
+
+    With shared sets, a prompt stays whole until the first round, `every` tokens after it.
 
     Attributes:
         budget: slots that a round leaves: a number of tokens, or a fraction of prompt + new tokens.
@@ -55,8 +64,11 @@ class TriAttention(PromptScorer):
         agg: "mean" or "max" of the scores over offsets.
         gqa: "max" or "mean" over the query heads that share keys, or one score by the mean of their statistics,
             "mean_stats".
-        profile: statistics of the model's queries: a `MeanQueries`, the path of one, or None for the one that comes
-            with kvjax.
+        sets: which layers and heads share their sets of tokens: none ("each"), all layers ("heads"), or all layers and
+            heads ("union").
+        keep_prompt: whether prompts are never evicted. The budget is then for new tokens alone.
+        profile: statistics of the model's queries: a `MeanQueries`, the path of one or of a `.pt` file of the authors,
+            or None for the one that comes with kvjax.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -73,6 +85,8 @@ class TriAttention(PromptScorer):
     offsets: int = 17
     agg: Literal["mean", "max"] = "mean"
     gqa: Literal["max", "mean", "mean_stats"] = "max"
+    sets: Literal["each", "heads", "union"] = "each"
+    keep_prompt: bool = False
     profile: MeanQueries | str | None = None
 
     def __post_init__(self) -> None:
@@ -84,10 +98,17 @@ class TriAttention(PromptScorer):
 
     def bind(self, config: ModelConfig) -> Policy:
         """Return the policy with its profile loaded."""
-        found = find(self.info.name, config, self.profile, MeanQueries)
+        profile = self.profile
+        if isinstance(profile, str) and profile.endswith(".pt"):
+            profile = MeanQueries.published(profile, config)
+        found = find(self.info.name, config, profile, MeanQueries)
         if found is None:
             raise missing(self.info.name, config)
         return dataclasses.replace(self, profile=found)
+
+    @property
+    def info(self) -> PolicyInfo:
+        return dataclasses.replace(self.about, heads_coupled=self.sets == "union")
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
         return budget * 0, budget * 0 + self.window
@@ -97,14 +118,27 @@ class TriAttention(PromptScorer):
         return 0
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        return RoundsLayer(self, spec, scorer=PromptScorerLayer(self, spec), every=self.every)
+        scorer: PromptScorerLayer[TriAttention] = PromptScorerLayer(self, spec)
+        shared = self.sets != "each"
+        if not shared and not self.keep_prompt:
+            return RoundsLayer(self, spec, scorer=scorer, every=self.every)
+        if shared and spec.kv_heads is not None:
+            raise PolicyError(
+                f"{self.info.name}: sets={self.sets!r} needs all heads of a layer, but this layer has a subset, as within by_head. Give sets='each'."
+            )
+        return PinnedLayer(self, spec, scorer=scorer, every=self.every, keeps_prompt=True)
 
     def scores(self, spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B K T"]:
+        return self.scores_after(spec, prompt, jnp.zeros_like(prompt.seen))
+
+    def scores_after(self, spec: LayerSpec, prompt: PromptKV, first: Int[Array, " B"]) -> Float[Array, "B K T"]:
+        """Scores of tokens from the position `first` of each row on. Those before it are no candidates."""
         live = jnp.swapaxes(prompt.live, 1, 2)[..., None]
         k = jax.lax.stop_gradient(prompt.k_rotated)
         found = self.expected(spec, jnp.where(live, k, jnp.zeros((), k.dtype)), prompt.seen)
         place = jnp.arange(prompt.size, dtype=jnp.int32)
-        rivals = (prompt.live & (place < (prompt.lengths - self.window)[:, None, None]))[:, :, None]
+        rivals = prompt.live & (place < (prompt.lengths - self.window)[:, None, None])
+        rivals = (rivals & (prompt.pos >= first[:, None, None]))[:, :, None]
         count = jnp.maximum(jnp.sum(rivals, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
         apart = found - jnp.sum(jnp.where(rivals, found, 0.0), axis=-1, keepdims=True) / count
         deviation = jnp.sqrt(jnp.sum(jnp.where(rivals, apart**2, 0.0), axis=-1, keepdims=True) / count)
@@ -145,3 +179,71 @@ class TriAttention(PromptScorer):
         if self.gqa == "mean_stats":
             grouped = grouped.mean(axis=1, keepdims=True)
         return [jnp.asarray(grouped[:, :, i])[spec.head_ids] for i in range(3)]
+
+
+@flax.struct.dataclass
+class PinnedCache(ObservedCache):
+    """An `ObservedCache` whose first tokens are never evicted.
+
+    Attributes:
+        pinned: number of these tokens in each row.
+    """
+
+    pinned: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PinnedLayer(RoundsLayer):
+    """One layer of `TriAttention` that keeps its prompt, or chooses with the other layers."""
+
+    scorer: PromptScorerLayer[TriAttention] = dataclasses.field(kw_only=True)
+
+    @property
+    def compresses_together(self) -> bool:
+        return self.scorer.policy.sets != "each"
+
+    @property
+    def max_kept(self) -> int:
+        prompt = self.spec.prompt_len
+        most = prompt + self._budget if self.scorer.policy.keep_prompt else max(prompt, self._budget)
+        return most + self.every - 1
+
+    def init(self, total: Int[Array, " B"] | None = None) -> PinnedCache:
+        state = super().init(total)
+        return PinnedCache(**vars(state), pinned=jnp.zeros_like(state.rounded))
+
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[PinnedCache, Carry]:
+        state, carry = super().prefill(prompt, carry)
+        pinned = prompt.lengths.astype(jnp.int32) if self.scorer.policy.keep_prompt else jnp.zeros_like(state.rounded)
+        return PinnedCache(**vars(state), pinned=pinned), carry
+
+    def before_compress(self, state: PinnedCache, carry: Carry) -> Carry:
+        """Return the carry with the sum or maximum of the scores of the layers so far, and their number."""
+        policy = self.scorer.policy
+        scores = policy.scores_after(self.spec, self._prompt(state), state.pinned)
+        if policy.sets == "union":
+            scores = jnp.max(scores, axis=1, keepdims=True)
+        before, layers = carry.get(self.key, (None, 0))
+        if before is not None:
+            scores = jnp.maximum(before, scores) if policy.sets == "union" else before + scores
+        return {**carry, self.key: (scores, layers + 1)}
+
+    def compress(self, state: ObservedCache) -> PinnedCache:
+        assert isinstance(state, PinnedCache)
+        return self.compress_together(state, self.before_compress(state, {}))
+
+    def compress_together(self, state: PinnedCache, carry: Carry) -> PinnedCache:
+        policy, spec, held = self.scorer.policy, self.spec, state.cache
+        scores, layers = carry[self.key]
+        budget = policy.row_budgets(spec, held.seen, state.total) + state.pinned
+        prompt, due = self._prompt(state), self.is_due(state)
+        scores = jnp.broadcast_to(scores if policy.sets == "union" else scores / layers, prompt.pos.shape)
+        scores = jnp.where(prompt.pos < state.pinned[:, None, None], jnp.finfo(scores.dtype).max, scores)
+        keep = policy.keep_mask(scores, prompt.lengths, budget, prompt.places)
+        kept = cache.keep_places(held, self.capacity, keep | ~due[:, None, None])
+        return dataclasses.replace(state, cache=kept, rounded=jnp.where(due, held.seen, state.rounded))
+
+    def _prompt(self, state: PinnedCache) -> PromptKV:
+        """Return the cached tokens as a prompt to score."""
+        none = jnp.zeros((self.spec.batch, 0, self.spec.num_heads, self.spec.head_dim), state.queries.dtype)
+        return cache.kept_as_prompt(state.cache, none, state.total)

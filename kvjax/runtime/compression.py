@@ -18,7 +18,7 @@ from kvjax.cache import LayerSpec, compact_indices
 from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
 from kvjax.policies.checks import calling, expect_same_state
-from kvjax.policies.layer import CacheLayer
+from kvjax.policies.layer import CacheLayer, Carry
 from kvjax.policies.sharded import sharded
 
 GROUP = 8
@@ -100,8 +100,13 @@ class Compression:
         # devices they run in order anyway, and an explicit order only costs memory (measured with Chelsea by
         # `benchmarks.fits`).
         held, before, waits = list(caches), None, target().platform == "gpu"
+        carry: Carry = {}
         for i in self.lazy:
-            held[i] = compressed(layers[i], _after(before, held[i]))
+            if layers[i].compresses_together:
+                with calling(layers[i], "before_compress"):
+                    carry = layers[i].before_compress(held[i], carry)
+        for i in self.lazy:
+            held[i] = compressed(layers[i], _after(before, held[i]), carry)
             if waits:
                 before = held[i]
         return tuple(held)
@@ -111,10 +116,11 @@ class Compression:
         return tuple(sharded(self.policy.layer(spec)) for spec in specs)
 
 
-def compressed(layer: CacheLayer[Any], cache: Any) -> Any:
-    """Return a layer's state after `compress`. Errors name the policy and the function."""
-    with calling(layer, "compress"):
-        after = layer.compress(cache)
+def compressed(layer: CacheLayer[Any], cache: Any, carry: Carry | None = None) -> Any:
+    """Return a layer's state after `compress`, or `compress_together` with a carry. Errors name the policy and the function."""
+    together = carry is not None and layer.compresses_together
+    with calling(layer, "compress_together" if together else "compress"):
+        after = layer.compress_together(cache, carry) if together and carry is not None else layer.compress(cache)
     expect_same_state(layer, "compress", cache, after)
     return after
 

@@ -36,7 +36,7 @@ from kvjax.runtime.mesh import on_host, policy_shard, repeated_bytes, sharded_ca
 from kvjax.runtime.origin import Origin, check_same_origin, sample_of
 from kvjax.runtime.program import Program
 from kvjax.runtime.prompts import check_ids, refuse_rows, row_error
-from kvjax.runtime.replay import words_of
+from kvjax.runtime.replay import told
 from kvjax.runtime.sampling import Greedy, Sampler
 from kvjax.runtime.scoring import following_logits
 
@@ -161,9 +161,10 @@ class Engine:
             )
         specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
         self.specs = _specs_on(specs, self.shard)
-        words = words_of(self.layers, model.tokenizer if isinstance(model, Params) else None)
-        if words:
-            self.specs = tuple(dataclasses.replace(spec, words=words) for spec in self.specs)
+        words = told(self.layers, model.tokenizer if isinstance(model, Params) else None)
+        if any(words.values()):
+            self.specs = tuple(dataclasses.replace(spec, **words) for spec in self.specs)
+            _ = self.layers  # raises if the budget has no room for the template
         if self.shard.mesh is not None:
             self.weights = place_all(self.shard, self.weights)
         if block:
@@ -233,7 +234,8 @@ class Engine:
                 f"these weights are a {params.config.family} model in {params.dtype.name}, the programs are for another shape or "
                 f"type ({self.config.family}, {self.weights.dtype.name}); give the weights that they were compiled for"
             )
-        if words_of(self.layers, params.tokenizer) != self.specs[0].words:
+        spec = self.specs[0]
+        if told(self.layers, params.tokenizer) != {"words": spec.words, "template": spec.template}:
             raise ValueError(
                 f"{self.policy.info.name} prefills words of its own, and these programs were compiled for another tokenizer; "
                 "compile with the weights"

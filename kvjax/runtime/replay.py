@@ -27,6 +27,11 @@ def replays(layers: Sequence[CacheLayer[Any]]) -> tuple[Replay, ...]:
     return tuple(dict.fromkeys(replay for layer in layers for replay in layer.replays))
 
 
+def told(layers: Sequence[CacheLayer[Any]], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What a `LayerSpec` contains of the tokenizer, by field."""
+    return {"words": words_of(layers, tokenizer), "template": template_of(layers, tokenizer)}
+
+
 def words_of(layers: Sequence[CacheLayer[Any]], tokenizer: Tokenizer | None) -> Words:
     """Tokens of the texts that ask for parts of a prompt, for `LayerSpec.words`; empty if the model has no tokenizer.
 
@@ -41,6 +46,19 @@ def words_of(layers: Sequence[CacheLayer[Any]], tokenizer: Tokenizer | None) -> 
 
     opening = tokens(_opening(tokenizer))
     return tuple((text, tokens(text), opening) for text in texts)
+
+
+def template_of(layers: Sequence[CacheLayer[Any]], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Tokens that the chat template puts before a user's text, for `LayerSpec.template`; empty if no replay skips them."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return ()
+    if not any(replay.after_template for replay in replays(layers)):
+        return ()
+    try:
+        before, _ = turns.split(tokenizer, [{"role": "user", "content": ""}], 0, "", "")
+    except ValueError:
+        return ()
+    return tuple(tokenizer.encode(before, add_special=False)) if before else ()
 
 
 def prefill(
@@ -61,7 +79,9 @@ def prefill(
     held, prepared = [each.held for each in read], [each.prepared for each in read]
     carry: Carry = {}
     for replay in wanted:
-        found = _again(replay, params, tokens, lengths, total, layers, held, prepared)
+        starts = replay.starts(layers[0].spec, tokens, lengths)
+        found = _again(replay, starts, params, tokens, lengths, total, layers, held, prepared)
+        carry = replay.with_starts(starts, carry)
         for layer, own in zip(layers, found, strict=True):
             if replay in layer.replays:
                 carry = replay.with_observed(layer.spec.layer, own, carry, layer.key)
@@ -76,6 +96,7 @@ def prefill(
 
 def _again(
     replay: Replay,
+    starts: Int[Array, " B"],
     params: Params,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
@@ -90,12 +111,12 @@ def _again(
     place = jnp.arange(asking.shape[1] + size, dtype=jnp.int32)
 
     def read(i: Int[Array, ""]) -> tuple[Any, ...]:
-        kind, start = jnp.minimum(i, 1), replay.skipped + i * replay.chunk
+        kind, start = jnp.minimum(i, 1), starts + i * replay.chunk
         words = jnp.asarray(counts, jnp.int32)[kind]
         count = jnp.clip(lengths - start, 0, size)
         # The block consists of words, which may include the end of the previous part, and of the part.
-        source = jnp.where(place < words, start - replay.overlap + place - shown, start + place - words)
-        given = jnp.take(tokens, jnp.clip(source, 0, length - 1), axis=1)
+        own = jnp.where(place < words, place - shown - replay.overlap, place - words)
+        given = jnp.take_along_axis(tokens, jnp.clip(start[:, None] + own, 0, length - 1), axis=1)
         said = jnp.take(jnp.asarray(asking, jnp.int32), kind, axis=0)
         said = jnp.pad(said, (0, size))
         block = jnp.where((place < words) & (said >= 0), said, given)
@@ -107,7 +128,7 @@ def _again(
         number = jnp.where(count > 0, words + count, 0)
         return transformer.read_block(params, held, block, lengths, number, total, observers)[1]
 
-    return over_parts(replay, length, lengths, read)
+    return over_parts(replay, length, lengths - starts, read)
 
 
 def _asking(replay: Replay, layers: Sequence[CacheLayer[Any]]) -> tuple[np.ndarray, int, list[int]]:
@@ -171,7 +192,7 @@ class _Again(WrappedLayer[Any]):
     """Second pass: processes a part again, and returns what the layer observes instead of a state."""
 
     of: Replay = dataclasses.field(kw_only=True)
-    at: tuple[Int[Array, ""], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
+    at: tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
     prepared: Any = dataclasses.field(kw_only=True)
 
     @property

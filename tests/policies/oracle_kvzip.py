@@ -9,13 +9,13 @@ from policies.oracle_arrays import highest, shares
 FACTS = {
     "kvzip": Facts(
         published={
-            "scope": "layer",
+            "scope": "model",
             "chunk": 2000,
             "overlap": 8,
             "sinks": 4,
-            "prefix": 0,
+            "prefix": None,
             "queries": "all",
-            "slack": 2.0,
+            "slack": 1.1,
             "plus": False,
         },
         least={"chunk": 1, "overlap": 0, "sinks": 0, "prefix": 0, "slack": 1},
@@ -60,7 +60,7 @@ def parts(length: int, chunk: int, prefix: int) -> list[range]:
 
 
 def survivors(
-    scores: np.ndarray, budget: int, *, scope: str = "layer", sinks: int = 4, prefix: int = 0, slack: float = 2.0
+    scores: np.ndarray, budget: int, *, scope: str = "model", sinks: int = 4, prefix: int = 0, slack: float = 1.1
 ) -> list[list[list[int]]]:
     """Which of n tokens heads keep, by scores [L, K, n]: by layer and head, ascending."""
     layers, heads, n = scores.shape

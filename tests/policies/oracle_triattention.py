@@ -7,7 +7,16 @@ from policies.oracle_recompress import Rounds
 
 FACTS = {
     "triattention": Facts(
-        published={"budget": 2048, "every": 128, "window": 128, "offsets": 17, "agg": "mean", "gqa": "max"},
+        published={
+            "budget": 2048,
+            "every": 128,
+            "window": 128,
+            "offsets": 17,
+            "agg": "mean",
+            "gqa": "max",
+            "sets": "each",
+            "keep_prompt": False,
+        },
         least={"every": 1, "window": 0, "offsets": 1},
         budgets=(({"window": 128}, 128),),
         golden={"budget": 12, "every": 4, "window": 4},
@@ -74,3 +83,67 @@ class TriAttention(Rounds):
             normal.append((found - found.mean()) / max(found.std(), 1e-6))
         scores[: len(rivals)] = np.mean(normal, axis=0) if self.gqa == "mean" else np.max(normal, axis=0)
         return scores + 4.0  # which changes no order, and says how near is equal
+
+
+def shared_sets(
+    keys: np.ndarray,
+    queries: np.ndarray,
+    prompt: int,
+    *,
+    budget: int,
+    every: int,
+    window: int,
+    sets: str,
+    keep_prompt: bool,
+) -> list[list[list[list[int]]]]:
+    """What the heads of all layers keep of one row after each new token: [step][layer][head], ascending.
+
+    Args:
+        keys: [L, T, K, H], unrotated, of the prompt and all new tokens.
+        queries: [L, N, 3, F], Re μ, Im μ and ρ.
+        prompt: tokens of the prompt, which stay until the first round.
+        budget, every, window, sets, keep_prompt: as of the policy.
+    """
+    layers, total, heads = keys.shape[:3]
+    group, pinned = queries.shape[1] // heads, prompt if keep_prompt else 0
+    held = [[list(range(prompt)) for _ in range(heads)] for _ in range(layers)]
+    rounded, steps = prompt, []
+    for now in range(prompt, total):
+        held = [[[*head, now] for head in layer] for layer in held]
+        if now + 1 - rounded >= every:
+            rounded = now + 1
+            held = cut(held, keys, queries, now + 1, group, budget, window, sets, pinned)
+        steps.append(held)
+    return steps
+
+
+def cut(held, keys, queries, seen, group, budget, window, sets, pinned) -> list[list[list[int]]]:
+    """A round: every query head standardises its scores of the candidates, and all layers decide together."""
+    layers, heads, normal = len(held), len(held[0]), {}
+    for layer in range(layers):
+        for head in range(heads):
+            rivals = [i for i in held[layer][head][: len(held[layer][head]) - window] if i >= pinned]
+            for own in range(head * group, (head + 1) * group):
+                real, imaginary, size = queries[layer, own].astype(np.float64)
+                place = np.asarray(rivals, int)
+                numbers = halves(keys[layer, rivals, head]), np.asarray(ROPE.inv_freq), place, seen, 17, "mean"
+                found = score(real + 1j * imaginary, size, *numbers)
+                found = (found - found.mean()) / max(found.std(), 1e-6) if rivals else found
+                normal[layer, own] = dict(zip(rivals, found, strict=True))
+
+    def worth(layer: int, head: int, token: int) -> float:
+        every = range(heads) if sets == "union" else [head]
+        of_layers = range(layers) if sets != "each" else [layer]
+        best = [[normal[i, j][token] for h in every for j in range(h * group, (h + 1) * group)] for i in of_layers]
+        return max(map(max, best)) if sets == "union" else float(np.mean([max(each) for each in best]))
+
+    kept = [[list[int]() for _ in range(heads)] for _ in range(layers)]
+    for layer in range(layers):
+        for head in range(heads):
+            own = held[layer][head]
+            rivals = list(normal[layer, head * group])
+            always = [i for i in own if i not in rivals]
+            count = budget + pinned - len(always)
+            ranked = sorted(rivals, key=lambda i: (-worth(layer, head, i), i))
+            kept[layer][head] = own if len(own) <= budget + pinned else sorted([*always, *ranked[:count]])
+    return kept

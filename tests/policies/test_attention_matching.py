@@ -128,7 +128,7 @@ def test_reference_queries_are_few_and_zeros_where_none_are():
     @jax.jit
     def observed(q, k, v):
         block = TokenBlock(q, k, v, jnp.zeros_like(counts), counts, counts, ROPE)
-        return reading.observe(spec, Part(empty(spec, 64), block, nothing, counts, nothing))
+        return reading.observe(spec, Part(empty(spec, 64), block, counts, counts, nothing))
 
     found, asked = observed(case.q, case.k, case.v)
     assert reading.parts(spec.prompt_len) == 4

@@ -48,7 +48,7 @@ def observed(queries, sinks, part, own, values=None, inputs=None, **options) -> 
     held = keys if values is None else np.asarray([*[0] * len(sinks), *values], np.float32)
     lengths = np.asarray([1.0] * len(own) if inputs is None else inputs, np.float32)
     arrays = heads(keys[:, None]), heads(held[:, None]), heads(queries), heads(np.asarray(own)[:, None]), lengths
-    numbers = [np.asarray(x, np.int32) for x in ([len(keys)], [len(own)], len(sinks), [len(part)], 1)]
+    numbers = [np.asarray(x, np.int32) for x in ([len(keys)], [len(own)], [len(sinks)], [len(part)], 1)]
     found = observation(reading, spec, values is None, *arrays, *numbers)
     return np.asarray(found)[0, 0, : len(part)].tolist()
 
@@ -193,7 +193,7 @@ def test_equals_the_literal_algorithm(name):
     group, told = heads // kv_heads, {k: v for k, v in options.items() if k in ("sinks", "prefix", "scope")}
     for row, length in enumerate(lengths.tolist()):
         scores = np.zeros((1, kv_heads, length))
-        for part in oracle.parts(length, policy.chunk, policy.prefix):
+        for part in oracle.parts(length, policy.chunk, policy.prefix or 0):
             again = length + np.arange(len(part))  # where they stand now
             for head in range(kv_heads):
                 turned = rotate(ROPE, case.k[row, :length, head], np.arange(length))
@@ -213,12 +213,12 @@ def test_equals_the_literal_algorithm(name):
 # A model that reads its prompt again.
 
 
-def literal(params, prompt: list[int], policy: KVzip, words, budget: int) -> list[list[list[int]]]:
+def literal(params, prompt: list[int], policy: KVzip, words, budget: int, prefix: int) -> list[list[list[int]]]:
     """What each layer's heads keep: each part is read behind prompt and words in one text, from the beginning."""
     config = params.config
     first, then, opening = words
     scores = np.zeros((config.num_layers, config.num_kv_heads, len(prompt)))
-    for number, part in enumerate(oracle.parts(len(prompt), policy.chunk, policy.prefix)):
+    for number, part in enumerate(oracle.parts(len(prompt), policy.chunk, prefix)):
         before = prompt[part.start - policy.overlap : part.start] if number else []
         asks = [*(then if number else first), *before, *opening]
         text = [*prompt, *asks, *(prompt[i] for i in part)]
@@ -240,8 +240,8 @@ def literal(params, prompt: list[int], policy: KVzip, words, budget: int) -> lis
                     else np.linalg.norm(v[list(part), head] @ output[head * group : (head + 1) * group], axis=-1),
                     None if inputs is None else inputs[read],
                 )
-    told = {name: getattr(policy, name) for name in ("scope", "sinks", "prefix", "slack")}
-    return oracle.survivors(scores, budget, **told)
+    told = {name: getattr(policy, name) for name in ("scope", "sinks", "slack")}
+    return oracle.survivors(scores, budget, prefix=prefix, **told)
 
 
 hidden = jax.jit(transformer.hidden)
@@ -263,29 +263,39 @@ def around(params, layer: int, text: list[int]) -> tuple[np.ndarray, np.ndarray]
     "policy",
     [
         KVzip(budget=12, chunk=11, overlap=3, sinks=2),
-        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, scope="model"), marks=pytest.mark.slow),
-        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, plus=True), marks=pytest.mark.slow),
+        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, scope="layer", prefix=0), marks=pytest.mark.slow),
+        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, slack=2.0, plus=True), marks=pytest.mark.slow),
         pytest.param(
             KVzip(budget=12, chunk=20, overlap=0, sinks=2, scope="head", queries="repeat"), marks=pytest.mark.slow
         ),
+        pytest.param(KVzip(budget=12, chunk=11, overlap=3, sinks=2, prefix=9), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_model_reads_again(policy, letters):
-    """Words, which are text of the tokenizer, the last tokens of the part before, and the part; ragged rows."""
-    template = "{% for m in messages %}Q{{ m.content }} {% endfor %}{% if add_generation_prompt %}A {% endif %}"
+    """Words, which are text of the tokenizer, the last tokens of the part before, and the part; ragged rows.
+
+    Some begin as the template does, wholly or in part: these tokens are kept, and no part has them.
+    """
+    template = "{% for m in messages %}begin{{ m.content }} {% endfor %}{% if add_generation_prompt %}A {% endif %}"
     params = letters.replace(tokenizer=tokenizer_of(letters, template))
     random = np.random.default_rng(3)
     prompts = [random.integers(0, 62, size=n).tolist() for n in (50, 11, 23, 5)]
+    begins = params.tokenizer.encode("begin", add_special=False)
+    common = [5, 0, 3, 0]
+    for prompt, count in zip(prompts, common, strict=True):
+        prompt[: count + 1] = [*begins[:count], (begins[min(count, 4)] + 1) % 62]
     engine = kvjax.Engine(params, policy, batch=4, prompt_len=50, max_new_tokens=4)
     state, _ = engine.prefill(prompts, [4] * 4)
     encode = params.tokenizer.encode
     words = [encode(text, add_special=False) for text in (FIRST, THEN, " A ")]
     assert engine.specs[0].words == ((FIRST, *map(tuple, words[::2])), (THEN, *map(tuple, words[1:])))
+    assert engine.specs[0].template == (tuple(begins) if policy.prefix is None else ())
     own = zip(engine.layers, state.caches, strict=True)
     caches = [jax.device_get(jax.jit(layer.view)(cached)) for layer, cached in own]
     for row, prompt in enumerate(prompts):
-        expected = literal(params, prompt, policy, words, policy.budget)
+        prefix = common[row] if policy.prefix is None else policy.prefix
+        expected = literal(params, prompt, policy, words, policy.budget, prefix)
         for slots, heads in zip(caches, expected, strict=True):
             held = zip(slots.pos[row], slots.weight[row] > 0, strict=True)
             assert [sorted(p[there].tolist()) for p, there in held] == heads
@@ -312,6 +322,8 @@ def test_a_model_may_have_no_template_that_opens_an_answer(template, opening, le
     assert [text for text, *_ in words] == [FIRST, THEN]
     assert {after for *_, after in words} == {tuple(letters.tokenizer.encode(opening, add_special=False))}
     assert replay.words_of(layers, None) == ()
+    assert replay.template_of(layers, tokenizer_of(letters, template)) == ()
+    assert replay.template_of(layers, None) == ()
 
 
 def test_programs_without_words_do_not_take_weights_with_a_tokenizer(letters):
@@ -368,10 +380,39 @@ def test_values_are_weighed_once(monkeypatch, tiny):
     assert len(weighed) == len(layers)
 
 
+def test_groups_of_heads_share_a_budget_in_each_layer(tiny, caplog):
+    """Half of the heads at twice the budget, or kept whole: each group as if a layer had no other heads, which is logged."""
+    prompt, options = list(range(40)), {"batch": 1, "prompt_len": 40, "max_new_tokens": 4}
+    groups = {"a": KVzip(budget=20, chunk=9, sinks=2), "b": KVzip(budget=10, chunk=9, sinks=2), "c": Full()}
+    labels = [["a", "b"], ["b", "c"]]
+    engine = kvjax.Engine(tiny, by_head(groups, labels), **options)
+    assert "each layer has its own budget" in caplog.text
+    state, _ = engine.prefill([prompt])
+    whole = kvjax.Engine(tiny, KVzip(budget=10, chunk=9, sinks=2, scope="head"), **options)
+    one = kept_by(whole, whole.prefill([prompt])[0])
+    got = kept_by(engine, state)
+    assert [[len(head) for head in layer] for layer in got] == [[20, 10], [10, 40]]
+    assert got[0][1] == one[0][1]
+    assert got[1][0] == one[1][0]
+
+
+def kept_by(engine, state) -> list[list[list[int]]]:
+    """Positions that the heads of each layer keep of the only row."""
+    views = [jax.jit(layer.view)(own) for layer, own in zip(engine.layers, state.caches, strict=True)]
+    return [[sorted(np.asarray(p)[np.asarray(p) >= 0].tolist()) for p in view.pos[0]] for view in views]
+
+
+def test_budgets_have_room_for_the_template():
+    """A fraction of a short sequence is that of the template at least, unless a number of first tokens is given."""
+    spec = dataclasses.replace(make_case(0, [60], 4).spec, template=(1,) * 30)
+    assert KVzip(budget=0.2).max_budget(spec) == 30
+    assert KVzip(budget=0.2, prefix=0).max_budget(spec) == 13
+
+
 # Memory.
 
 
-@pytest.mark.parametrize(("scope", "share"), [("layer", 0.3), ("head", 0.3), ("model", 0.6)])
+@pytest.mark.parametrize(("scope", "share"), [("layer", 0.3), ("head", 0.3), ("model", 0.33)])
 def test_what_is_dropped_holds_no_memory(scope, share):
     """Three tenths of the full cache, but for what is known of slots; all layers together have `slack` as much, which is told."""
     shape = PRESETS["llama-3.1-8b"], 2, 4096 * 3, 16, jnp.bfloat16
@@ -395,14 +436,12 @@ def test_layers_with_a_sliding_window_keep_everything():
         (lambda: KVzip(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
         (lambda: quantized(KVzip()).bind(TINY), "changes its cache while decoding"),
         (
-            lambda: by_head({"a": KVzip(scope="model"), "b": Full()}, [["a", "b"]] * 2).layer(
-                make_case(0, [9], 1).spec
-            ),
-            "this layer has a subset",
+            lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),
+            "'kvzip' reads a prompt again, after which 'snapkv' cannot choose",
         ),
         (
-            lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),
-            "reads a prompt again for all heads",
+            lambda: KVzip(budget=9).layer(dataclasses.replace(make_case(0, [60], 4).spec, template=(1,) * 10)),
+            "9 slots, but the chat template's 10 first tokens are always kept",
         ),
     ],
 )

@@ -6,16 +6,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from arrays import to_jax
 from policies import oracle_triattention as oracle
 from policies.driver import TINY, make_case, rotate, run
 from policies.oracle_arrays import ROPE
 from policies.surrogates import mean_queries
 from policies.test_recompress import equals
 
-from kvjax.config import Rope, RopeConfig
-from kvjax.policies import MeanQueries, PolicyError, TriAttention
+import kvjax
+from kvjax.cache import PromptKV, Token
+from kvjax.config import ModelConfig, Rope, RopeConfig
+from kvjax.policies import Full, MeanQueries, PolicyError, TriAttention, by_head, offloaded
 from kvjax.policies.families.trigonometry import frequencies, pairs
 from kvjax.policies.profile import load, pack
+from kvjax.runtime.compression import Compression
 
 
 def policy_of(statistics: Any, **options: Any) -> TriAttention:
@@ -113,6 +117,7 @@ CONFIGURATIONS = {
     "mha, nearest offsets, max": ({"budget": 0.4, "every": 6, "window": 2, "agg": "max", "offsets": 4}, 2, 2),
 }
 FAST = "gqa"
+SHARED_CASES = ("heads", True), ("union", False), ("heads", False)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in CONFIGURATIONS])
@@ -126,7 +131,150 @@ def test_equals_the_literal_algorithm(name):
     equals(policy, oracle.TriAttention, options | {"queries": statistics}, heads, kv_heads, rows=50, steps=12)
 
 
+@pytest.mark.parametrize(
+    ("sets", "keep_prompt"),
+    [("union", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARED_CASES)],
+)
+def test_layers_choose_together_as_the_literal_algorithm(sets, keep_prompt):
+    """Ragged rows of three layers with keys and statistics of their own: what every head keeps after every new token."""
+    layers, heads, kv_heads, steps = 3, 4, 2, 14
+    random = np.random.default_rng(7)
+    lengths = np.asarray([1, 3, 9, 20, 31, *random.integers(1, 34, size=45)])
+    size = {"budget": 9, "every": 4, "window": 3}
+    queries = np.stack([mean_queries(small(heads)).layer(i % 2, 8) for i in range(layers)])
+    queries[2] = queries[2][::-1]
+    profile = MeanQueries.of(queries, method="triattention", model="", data="", settings=())
+    policy = TriAttention(**size, sets=sets, keep_prompt=keep_prompt, profile=profile)
+    cases = [make_case(seed, lengths, steps, heads, kv_heads) for seed in range(layers)]
+    specs = [dataclasses.replace(case.spec, layer=i, num_layers=layers) for i, case in enumerate(cases)]
+    got = decoded(policy, specs, cases, steps)
+    every = np.stack([case.k for case in cases])
+    for row, length in enumerate(lengths.tolist()):
+        expected = oracle.shared_sets(
+            every[:, row, : length + steps],
+            profile_of(policy, layers),
+            length,
+            **size,
+            sets=sets,
+            keep_prompt=keep_prompt,
+        )
+        for step in range(steps):
+            assert [[held[row] for held in layer] for layer in got[step]] == expected[step]
+
+
+def small(heads: int) -> ModelConfig:
+    """A model of two layers with heads as the cases have."""
+    return TINY.with_attention(num_heads=heads, num_kv_heads=2, head_dim=8, rope=RopeConfig(100.0, 8))
+
+
+def profile_of(policy: TriAttention, layers: int) -> np.ndarray:
+    """Statistics as they are stored."""
+    assert isinstance(policy.profile, MeanQueries)
+    return np.stack([policy.profile.layer(i, 8) for i in range(layers)])
+
+
+def decoded(policy: TriAttention, specs: Any, cases: Any, steps: int) -> list[Any]:
+    """Positions that are kept after each new token: [step][layer][head][row]."""
+    compression = Compression(policy, tuple(specs))
+    lengths = cases[0].lengths
+    states = []
+    for layer, case in zip(compression.layers, cases, strict=True):
+        text = (to_jax(x[:, : layer.spec.prompt_len]) for x in (case.q, case.k, case.v))
+        prompt = PromptKV.of(ROPE, *text, to_jax(lengths), to_jax(lengths + steps))
+        states.append(jax.jit(lambda prompt, layer=layer: layer.prefill(prompt, {})[0])(prompt))
+
+    @jax.jit
+    def step(states: Any, tokens: Any) -> Any:
+        held = [
+            layer.append(state, token) for layer, state, token in zip(compression.layers, states, tokens, strict=True)
+        ]
+        return compression.when_full(held)
+
+    found, rows = [], np.arange(len(lengths))
+    for i in range(steps):
+        at = rows, lengths + i
+        tokens = [
+            Token(*(to_jax(x[at]) for x in (case.q, case.k, case.v)), to_jax(lengths + i), ROPE) for case in cases
+        ]
+        states = step(states, tokens)
+        pos = [np.asarray(state.cache.pos) for state in states]
+        found.append(
+            [[[sorted(p[p >= 0].tolist()) for p in each[:, head]] for head in range(each.shape[1])] for each in pos]
+        )
+    return found
+
+
+def test_a_layer_alone_spares_its_prompt():
+    """Each head for itself, with the budget for the tokens after the prompt."""
+    lengths, steps, size = np.asarray([3, 17, 30]), 13, {"budget": 6, "every": 3, "window": 2}
+    policy = policy_of(mean_queries(small(4)).layer(0, 8), **size, keep_prompt=True)
+    case = make_case(3, lengths, steps, 4, 2)
+    got = decoded(policy, [case.spec], [case], steps)
+    for row, length in enumerate(lengths.tolist()):
+        text = case.k[None, row, : length + steps]
+        expected = oracle.shared_sets(text, profile_of(policy, 1), length, **size, sets="each", keep_prompt=True)
+        assert [[[held[row] for held in layer] for layer in step] for step in got] == expected
+        assert all(set(range(length)) <= set(head) for head in expected[-1][0])
+
+
+def test_a_model_has_one_set_of_tokens(tiny):
+    """All layers and heads of a model that generates."""
+    policy = TriAttention(budget=8, every=4, window=2, sets="union", keep_prompt=True, profile=mean_queries(TINY))
+    engine = kvjax.Engine(tiny, policy, batch=2, prompt_len=20, max_new_tokens=24)
+    state, _ = engine.prefill([list(range(20)), list(range(5))])
+    state, *_ = engine.decode(state, 23)
+    pos = [np.asarray(own.cache.pos) for own in state.caches]
+    for row, prompt in ((0, 20), (1, 5)):
+        sets = {tuple(sorted(p[p >= 0].tolist())) for layer in pos for p in layer[row]}
+        assert len(sets) == 1
+        (kept,) = sets
+        assert kept[:prompt] == tuple(range(prompt))
+        assert prompt + 8 <= len(kept) < prompt + 12
+
+
 # Profiles.
+
+
+def published(tmp_path, config=TINY, **changes: Any) -> str:
+    """A file in the format of the authors' statistics, with what changes of its two parts."""
+    torch = pytest.importorskip("torch")
+    made = mean_queries(config)
+    names = "q_mean_real", "q_mean_imag", "q_abs_mean"
+    stats = {
+        f"layer{i:02d}_head{j:02d}": {name: torch.tensor(x.copy()) for name, x in zip(names, head, strict=True)}
+        for i in range(config.num_layers)
+        for j, head in enumerate(made.layer(i, config.head_dim))
+    }
+    saved = {"metadata": {"head_dim": config.head_dim, "rope_style": "half", "model_name": "a model"}, "stats": stats}
+    torch.save(saved | changes, tmp_path / "stats.pt")
+    return str(tmp_path / "stats.pt")
+
+
+def test_statistics_of_the_authors_are_read(tmp_path):
+    bound = TriAttention(profile=published(tmp_path)).bind(TINY)
+    assert isinstance(bound, TriAttention)
+    assert isinstance(bound.profile, MeanQueries)
+    assert bound.profile.queries == mean_queries(TINY).queries
+    assert bound.profile.data == "a model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stats": []}, "has no 'metadata' and 'stats'"),
+        ({"stats": {}}, "has statistics of 0 heads, but the model has 2 x"),
+        ({"metadata": {"rope_style": "interleaved"}}, "rope_style='interleaved', but the model's are 'half'"),
+    ],
+)
+def test_statistics_of_another_kind_are_refused(tmp_path, changes, says):
+    with pytest.raises(PolicyError, match=says):
+        TriAttention(profile=published(tmp_path, **changes)).bind(TINY)
+
+
+def test_a_file_that_is_none_of_torch_is_refused(tmp_path):
+    (tmp_path / "stats.pt").write_bytes(b"no archive")
+    with pytest.raises(PolicyError, match=r"not a readable file of torch\.save"):
+        TriAttention(profile=str(tmp_path / "stats.pt")).bind(TINY)
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
@@ -154,6 +302,13 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         (lambda: TriAttention(offsets=0), "offsets=0 is too small. Give 1"),
         (lambda: TriAttention(budget=127), "127 slots, but 0 first and 128 last"),
         (lambda: TriAttention(gqa="first"), "gqa='first'"),
+        (
+            lambda: by_head({"a": TriAttention(sets="heads"), "b": Full()}, [["a", "b"]] * 2).layer(
+                make_case(0, [9], 1).spec
+            ),
+            "sets='heads' needs all heads of a layer",
+        ),
+        (lambda: offloaded(TriAttention(sets="union")).layer(make_case(0, [9], 1).spec), "choose together"),
     ],
 )
 def test_what_does_not_go(make, says):

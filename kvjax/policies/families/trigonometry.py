@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax._util import torch_files
 from kvjax.config import ModelConfig, Rope
 
 from ..info import PolicyError
-from ..profile import Profile, check_packed, pack, unpack
+from ..profile import Profile, check_packed, fingerprint, pack, unpack
 
 _DTYPE = np.dtype("<f2")
 """Dtype of stored statistics."""
@@ -63,6 +65,53 @@ class MeanQueries(Profile):
     @classmethod
     def of(cls, found: Float[np.ndarray, "L N 3 F"], **about: Any) -> Self:
         return cls(queries=tuple(pack(layer.astype(_DTYPE).tobytes()) for layer in found), **about)
+
+    @classmethod
+    def published(cls, path: str | Path, config: ModelConfig) -> Self:
+        """Read statistics in the format of the authors' files (`torch.save` of metadata and statistics of each head).
+
+        Args:
+            path: the file. Nothing in it is run.
+            config: the model.
+
+        Raises:
+            OSError: the file cannot be read.
+            PolicyError: the file is not of this kind, or for another model.
+        """
+        try:
+            found = torch_files.read(Path(path))
+        except ValueError as error:
+            raise PolicyError(f"triattention: {error}") from None
+        if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in ("metadata", "stats")):
+            raise PolicyError(
+                f"triattention: {path} has no 'metadata' and 'stats'. Give a file of TriAttention's authors."
+            )
+        about, stats = found["metadata"], found["stats"]
+        style = "interleaved" if config.rope.interleaved else "half"
+        if about.get("rope_style", style) != style:
+            raise PolicyError(
+                f"triattention: {path} has pairs of rope_style={about['rope_style']!r}, but the model's are {style!r}."
+            )
+        names, size = ("q_mean_real", "q_mean_imag", "q_abs_mean"), config.head_dim // 2
+        keys = [f"layer{i:02d}_head{j:02d}" for i in range(config.num_layers) for j in range(config.num_heads)]
+        if set(stats) != set(keys):
+            raise PolicyError(
+                f"triattention: {path} has statistics of {len(stats)} heads, but the model has {config.num_layers} x "
+                f"{config.num_heads}. Give the file of this model."
+            )
+        arrays = [[stats[key].get(name) if isinstance(stats[key], dict) else None for name in names] for key in keys]
+        if any(not isinstance(x, np.ndarray) or x.shape != (size,) for head in arrays for x in head):
+            raise PolicyError(
+                f"triattention: {path} has a head without {', '.join(names)} of {size} numbers each. Give the file of this model."
+            )
+        every = np.asarray(arrays, np.float32).reshape(config.num_layers, config.num_heads, 3, size)
+        return cls.of(
+            every,
+            method="triattention",
+            model=fingerprint(config),
+            data=str(about.get("model_name", "")),
+            settings=(),
+        )
 
     @classmethod
     def read_tables(cls, found: dict[str, Any]) -> dict[str, Any]:

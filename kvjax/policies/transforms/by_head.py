@@ -77,12 +77,13 @@ class ByHead(Policy):
             if heads:
                 sub = dataclasses.replace(spec, num_heads=len(heads) * group, num_kv_heads=len(heads), kv_heads=heads)
                 parts.append(Part(policy.layer(sub), tuple(present.index(head) for head in heads)))
-        for part in parts:
-            if part.layer.replays:
-                raise PolicyError(
-                    f"by_head: {part.layer.policy.info.name!r} reads a prompt again for all heads of a layer together. Give it whole layers, "
-                    "with by_layer."
-                )
+        again = [part.layer for part in parts if part.layer.replays]
+        once = [part.layer for part in parts if not part.layer.replays and part.layer.attention != "dense"]
+        if again and once:
+            raise PolicyError(
+                f"by_head: {again[0].policy.info.name!r} reads a prompt again, after which {once[0].policy.info.name!r} cannot choose from it. "
+                "Give all groups such a policy or full, or use by_layer."
+            )
         return ByHeadLayer(self, spec, tuple(parts))
 
     def map(self, wrap: Callable[[Policy], Policy]) -> "ByHead":

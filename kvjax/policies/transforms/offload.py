@@ -63,6 +63,11 @@ class Offloaded(Wrapper):
                 f"{self.info.name}: the store of {self.policy.info.name!r} cannot be offloaded, because it is not a LayerCache. "
                 "Use it without offloading."
             )
+        if inner.compresses_together:
+            raise PolicyError(
+                f"{self.info.name}: the layers of {self.policy.info.name!r} choose together, which needs their keys on the device. Give it "
+                "sets='each'."
+            )
         return OffloadedLayer(self, spec, inner=inner)
 
 
