@@ -113,7 +113,7 @@ OWN = {
     "kvjax/policies/families/rounds.py": f"{POLICIES}/test_rkv.py {POLICIES}/test_triattention.py | {POLICIES}/test_recompress.py",
     "kvjax/policies/families/surrogates.py": f"{POLICIES}/test_surrogates.py",
     "kvjax/policies/families/trigonometry.py": f"{POLICIES}/test_triattention.py",
-    "kvjax/policies/transforms/rotated.py": f"{POLICIES}/test_turboquant.py",
+    "kvjax/policies/transforms/coded.py": f"{POLICIES}/test_turboquant.py",
     "kvjax/policies/transforms/threshold.py": f"{POLICIES}/test_thresholded.py",
     "kvjax/policies/full.py": f"{POLICIES}/test_compose.py",
     "kvjax/policies/h2o.py": SCORED,

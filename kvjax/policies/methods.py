@@ -11,6 +11,7 @@ from .compactor import Compactor as Compactor
 from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .fast_kvzip import FastKVzip as FastKVzip
+from .fp8 import FP8 as FP8
 from .full import Full as Full
 from .h2o import H2O as H2O
 from .infinigen import InfiniGen as InfiniGen
