@@ -7,12 +7,14 @@ that supports the case, and XLA if there is none. A missing kernel therefore cos
 The `api.py` of every folder defines its `Op`s.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from .device import target
@@ -32,6 +34,19 @@ WITHOUT = "KVJAX_WITHOUT_KERNELS"
 It is a workaround for kernels that fail on a device on which they were never tested. It is read when a program is
 traced.
 """
+
+
+_DIFFERENTIATED = contextvars.ContextVar("differentiated", default=False)
+
+
+@contextlib.contextmanager
+def differentiated() -> Iterator[None]:
+    """Within, `"auto"` computes every operation with XLA, because Pallas kernels have no gradient."""
+    before = _DIFFERENTIATED.set(True)
+    try:
+        yield
+    finally:
+        _DIFFERENTIATED.reset(before)
 
 
 class Unsupported(ValueError):
@@ -107,7 +122,9 @@ class Op:
         here = target()
         if implementation == "auto":
             found, reason = None, f"{WITHOUT} names it"
-            if self.name not in (name.strip() for name in os.environ.get(WITHOUT, "").split(",")):
+            if _DIFFERENTIATED.get():
+                reason = "the program is differentiated"
+            elif self.name not in (name.strip() for name in os.environ.get(WITHOUT, "").split(",")):
                 found, reason = self._find(here.platform, args, options)
             if found and self.prefer_xla_reason:
                 reason = self.prefer_xla_reason(*args, **options)

@@ -18,6 +18,7 @@ from .infinigen import InfiniGen as InfiniGen
 from .keydiff import KeyDiff as KeyDiff
 from .kivi import KIVI as KIVI
 from .knorm import KNorm as KNorm
+from .kvgrad import KVgrad as KVgrad
 from .kvzap import KVzap as KVzap
 from .kvzip import KVzip as KVzip
 from .lagkv import LagKV as LagKV
