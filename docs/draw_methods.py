@@ -15,7 +15,7 @@ from kvjax import plots
 from kvjax._util.extras import import_matplotlib
 from kvjax.analysis import recall
 from kvjax.analysis.recording import record
-from kvjax.policies import KIVI, ShadowKV, TurboQuant, policies
+from kvjax.policies import FP8, KIVI, ShadowKV, TurboQuant, policies
 from kvjax.runtime.inspection import retained_positions
 
 DOCS = Path(__file__).parent
@@ -63,12 +63,12 @@ def exact(params: Any, ids: list[int], policy: ShadowKV) -> Any:
     return plots.draw({f"{policy}": np.stack(steps)}, title, "share of heads with the exact key")
 
 
-def bits(params: Any, ids: list[int], method: type[KIVI | TurboQuant]) -> Any:
-    """Keys of one head, and by how much those that a method keeps in few bits differ from them."""
+def bits(params: Any, ids: list[int], methods: dict[str, KIVI | TurboQuant | FP8]) -> Any:
+    """Keys of one head, and by how much those that methods keep in few bits differ from them."""
     figures, _ = import_matplotlib()
     keys = _keys(params, ids, kvjax.Full())
     panels = {"keys": keys} | {
-        f"error in {width} bits": _keys(params, ids, method(bits=width)) - keys for width in (4, 2)
+        f"error in {width}": _keys(params, ids, method) - keys for width, method in methods.items()
     }
     figure = figures.Figure(figsize=(7.5, 4.2), layout="constrained")
     for axes, (name, values) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
@@ -79,7 +79,7 @@ def bits(params: Any, ids: list[int], method: type[KIVI | TurboQuant]) -> Any:
         figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.05, pad=0.02, extend="both")
         if name == "keys":
             axes.set_ylabel("position in tokens")
-    exact = ": the latest tokens are kept exactly" if method is KIVI else ""
+    exact = ": the latest tokens are kept exactly" if any(isinstance(each, KIVI) for each in methods.values()) else ""
     figure.suptitle(f"Keys of one head of layer {LAYER}{exact}", fontsize=11)
     return figure
 
@@ -104,8 +104,11 @@ def main() -> None:
     ids = params.tokenizer.encode((DOCS / "loomings.txt").read_text(encoding="utf-8").strip())
     PICTURES.mkdir(exist_ok=True)
     for name in parser.parse_args().methods:
-        if name in ("kivi", "turboquant"):
-            figure = bits(params, ids, KIVI if name == "kivi" else TurboQuant)
+        if name == "fp8":
+            figure = bits(params, ids, {"8-bit floats": FP8()})
+        elif name in ("kivi", "turboquant"):
+            method = KIVI if name == "kivi" else TurboQuant
+            figure = bits(params, ids, {f"{width} bits": method(bits=width) for width in (4, 2)})
         elif name == "shadowkv":  # with fewer outliers than by default, which would be most of so short a text
             figure = exact(params, ids, ShadowKV(budget=BUDGET, outlier_chunks=4))
         elif policies()[name].about.memory == "sparse":

@@ -257,6 +257,48 @@ def read_block(
     return _logits(params, last, shard), tuple(updated)
 
 
+@any_rank
+def attention_gradients(
+    params: Params,
+    states: Sequence[Any],
+    tokens: Int[Array, "B S"],
+    pos: Int[Array, " B"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    caches: Sequence[CacheLayer[Any]],
+) -> Float[Array, "L B S"]:
+    """Norms of gradients with respect to what each layer's attention adds to the residual stream, at each token.
+
+    The objective is the sum of the squares of the residual stream after the last layer, over the tokens of the block.
+    Each layer is computed again in the backward pass, so that attention probabilities of one layer are in memory.
+
+    Args:
+        params, states, tokens, pos, count, total, caches: as for `read_block`. States do not change.
+    """
+    shard = caches[0].spec.shard
+    inside = jnp.arange(tokens.shape[1], dtype=jnp.int32) < count[:, None]
+
+    def objective(added: Float[Array, "L B S D"]) -> Float[Array, ""]:
+        x = embedded
+        for i, (layer, cache, state) in enumerate(zip(layers_of(params), caches, states, strict=True)):
+
+            def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, state: Any = state) -> Array:
+                return cache.read_block(state, TokenBlock(q, k, v, pos, count, total, cache.spec.rope), {})[0]
+
+            def block(x: Array, more: Array, layer: Layer = layer, attend: Attend = attend) -> Array:
+                out = attend(*heads_of(layer, x))
+                return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard, more)
+
+            x = jax.checkpoint(block)(x, added[i])
+        return jnp.sum(jnp.where(inside[..., None], jnp.square(x.astype(jnp.float32)), 0.0))
+
+    embedded = _embed(params, tokens, shard)
+    found = jax.grad(objective)(jnp.zeros((len(caches), *embedded.shape), embedded.dtype))
+    # Devices have equal objectives, of which JAX differentiates the sum.
+    found = shard.sum_over_model(found.astype(jnp.float32)) / shard.model
+    return jnp.linalg.norm(found, axis=-1)
+
+
 def _embed(params: Params, tokens: Array, shard: Shard = ONE_DEVICE) -> Array:
     if shard.model == 1:
         return _scaled(params, lookup(params.embed, tokens, params.dtype))
@@ -322,12 +364,14 @@ def _rest(
     x: Float[Array, "... D"],
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
+    more: Float[Array, "... D"] | None = None,
 ) -> Array:
-    """Residual stream after a layer whose attention output is `out`."""
+    """Residual stream after a layer whose attention output is `out`, to which `more` is added before the MLP."""
     p, attn, mixer = layer.params, layer.params.attn, layer.config.mixer
     if out.shape[-1] == mixer.num_heads // shard.heads * mixer.head_dim:  # all columns, not only this device's
         out = shard.own_columns(out)
     x = add_projection(layer, x, out, attn.o, attn.o_bias, p.attn_post_norm, shard)
+    x = x if more is None else x + more
     if isinstance(p.mlp, Experts):
         return add_experts(layer, p.mlp, x, shard)
     return add_mlp(layer, p.mlp, x, shard)

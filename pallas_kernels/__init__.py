@@ -21,6 +21,7 @@ from .cluster_merging import copy_clusters as copy_clusters
 from .cluster_merging import merge_clusters as merge_clusters
 from .decode_attention import Attended as Attended
 from .decode_attention import CacheShard as CacheShard
+from .decode_attention import Factors as Factors
 from .decode_attention import Packed as Packed
 from .decode_attention import PackedSlots as PackedSlots
 from .decode_attention import Rotation as Rotation

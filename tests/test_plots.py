@@ -120,7 +120,7 @@ def compared(policies: list[str], targets: list[float], tasks: tuple[str, ...] =
     rows = []
     for task in tasks:
         for i, policy in enumerate(policies):
-            for target in [None] if policy in ("full", "kivi", "turboquant") else targets:
+            for target in [None] if policy in ("fp8", "full", "kivi", "turboquant") else targets:
                 rows.append(
                     {
                         "task": task,
@@ -195,7 +195,7 @@ def test_a_comparison_over_budgets_has_lines_and_the_full_cache_as_reference() -
     assert next(iter(named)) == "full"
     assert set(named) == set(POLICIES)
     for name, line in named.items():
-        single = name in ("full", "kivi", "turboquant")
+        single = name in ("fp8", "full", "kivi", "turboquant")
         assert (len(line.get_xdata()), line.get_linestyle()) == ((1, "None") if single else (2, "-"))
     assert len({(line.get_color(), line.get_marker()) for line in named.values()}) == len(named)
     (reference,) = [line for line in memory.lines if line.get_linestyle() == "--"]

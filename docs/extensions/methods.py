@@ -115,7 +115,9 @@ def _picture(name: str) -> str:
     about = policies()[name].about
     if about.trained:
         return "*There is no picture of it: its weights do not come with kvjax, and none were published for SmolLM2-135M-Instruct.*"
-    if name in ("kivi", "turboquant"):
+    if name == "fp8":
+        alt = "Keys of one head as they are, and the errors that 8-bit floats make, by position and channel"
+    elif name in ("kivi", "turboquant"):
         alt = "Keys of one head as they are, and the errors that 4 and 2 bits make, by position and channel"
     elif name == "shadowkv":
         alt = "Which positions have exact keys at each step of a run; the others are rebuilt from low rank"

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from .packing import Bits, join_codes, set_codes, set_codes_run, split_codes
+from .packing import Bits, join_codes, part_of_codes, run_slots, set_codes, set_codes_run, split_codes
 
 
 @flax.struct.dataclass
 class Coded:
     """Rotated keys or values in low-bit codes.
 
-    B rows, K KV heads, C slots, H head dim, n = 8 / bits codes in a byte.
+    B rows, K KV heads, C slots, H head dim, CN = C × bits / 8 bytes for each coordinate.
 
     Attributes:
-        codes: codes of n neighbouring slots in one byte for each coordinate, as in `packing.Packed`.
+        codes: codes of neighbouring slots in shared bytes for each coordinate, as in `packing.Packed`.
         factor: factor of each slot's codebook entries, 0 for the vector 0.
     """
 
@@ -39,9 +39,8 @@ class Coded:
         return jax.tree.map(lambda _: 2, self)
 
     def part(self, start: Any, size: int, bits: Bits) -> "Coded":
-        """Return `size` slots from `start` on. Both are multiples of the slots in a byte."""
-        count = 8 // bits
-        codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
+        """Return `size` slots from `start` on. Both are whole runs, see `packing.run_slots`."""
+        codes = part_of_codes(self.codes, start, size, bits)
         return Coded(codes, jax.lax.dynamic_slice_in_dim(self.factor, start, size, axis=2))
 
 
@@ -109,7 +108,7 @@ def quantise(
 
 
 def encode(x: Float[Array, "B K C H"], bits: Bits, matrix: np.ndarray, dtype: Any) -> Coded:
-    """Code keys or values. C is a multiple of the slots in a byte."""
+    """Code keys or values. C is whole runs."""
     codes, factor = quantise(x, bits, matrix, dtype)
     return Coded(join_codes(codes, bits), factor)
 
@@ -140,12 +139,12 @@ def put_run(
 
     Args:
         coded: the codes.
-        x: vectors from the first slot in the byte of `start` on. W is a multiple of the slots in a byte.
+        x: vectors from the first slot in the run of `start` on (`packing.run_slots`). W is whole runs.
         start, stop: first slot, and the slot after the last.
         bits: bits per code.
         matrix: Π.
     """
-    count, size = 8 // bits, coded.factor.shape[2]
+    count, size = run_slots(bits), coded.factor.shape[2]
     codes, factor = quantise(x, bits, matrix, coded.factor.dtype)
     slot = (start // count * count)[..., None] + jnp.arange(x.shape[2], dtype=jnp.int32)
     mine = (slot >= start[..., None]) & (slot < stop[..., None])

@@ -4,6 +4,7 @@ This is KIVI's scheme (Liu et al. 2024, section 3.1): code = round((x - zero) / 
 and scale = (maximum - minimum) / (2^bits - 1). The error is at most scale / 2, plus the rounding of scale and zero.
 """
 
+import functools
 from typing import Any, Self
 
 import einops
@@ -15,6 +16,10 @@ from kvjax.pallas_kernels.decode_attention.packed import Along as Along
 from kvjax.pallas_kernels.decode_attention.packed import Bits as Bits
 from kvjax.pallas_kernels.decode_attention.packed import Packed as Packed
 from kvjax.pallas_kernels.decode_attention.packed import blocks as blocks
+from kvjax.pallas_kernels.decode_attention.packed import bytes_of, words_of
+from kvjax.pallas_kernels.decode_attention.packed import part_of_codes as part_of_codes
+from kvjax.pallas_kernels.decode_attention.packed import run_bytes as run_bytes
+from kvjax.pallas_kernels.decode_attention.packed import run_slots as run_slots
 from kvjax.pallas_kernels.decode_attention.packed import split_codes as split_codes
 from kvjax.pallas_kernels.decode_attention.packed import unpack as unpack
 
@@ -105,30 +110,28 @@ def quantise(
 
 
 def pack(x: Float[Array, "B K C H"], bits: Bits, group: int, along: Along, dtype: Any) -> Packed:
-    """Quantise keys or values, see `quantise`. C is a multiple of the slots in a byte."""
+    """Quantise keys or values, see `quantise`. C is whole runs."""
     codes, scale, zero = quantise(x, bits, group, along, dtype)
     return Packed(join_codes(codes, bits), scale, zero, along)
 
 
 def join_codes(codes: UInt8[Array, "B K C H"], bits: Bits) -> UInt8[Array, "B K CN H"]:
-    """Join the codes of neighbouring slots in one byte."""
-    count = 8 // bits
-    apart = einops.rearrange(codes, "b k (c n) h -> b k c n h", n=count)
-    joined = apart[:, :, :, 0]
-    for i in range(1, count):
-        joined |= apart[:, :, :, i] << jnp.uint8(bits * i)
-    return joined
+    """Join the codes of neighbouring slots in shared bytes, the inverse of `split_codes`. C is whole runs."""
+    wide = jnp.uint8 if run_bytes(bits) == 1 else jnp.uint32
+    apart = einops.rearrange(codes, "b k (r n) h -> n b k r h", n=run_slots(bits)).astype(wide)
+    words = functools.reduce(jnp.bitwise_or, (each << wide(bits * i) for i, each in enumerate(apart)))
+    return bytes_of(words, bits)
 
 
 def set_codes(
     joined: UInt8[Array, "B K CN H"], codes: UInt8[Array, "B K H"], slot: Int[Array, "B K"], bits: Bits
 ) -> UInt8[Array, "B K CN H"]:
     """Set the codes of one slot of each head. Slots out of bounds are dropped."""
-    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
-    at = rows[:, None], heads[None, :], slot // (8 // bits)
-    shift = (slot % (8 // bits) * bits).astype(jnp.uint8)[..., None]
-    others = joined.at[at].get(mode="clip") & ~(jnp.uint8(2**bits - 1) << shift)
-    return joined.at[at].set(others | (codes << shift), mode="drop")
+    at = _bytes_at(slot[..., None] // run_slots(bits), bits)
+    words = words_of(joined.at[at].get(mode="clip"), bits)
+    shift = (slot % run_slots(bits) * bits).astype(words.dtype)[..., None, None]
+    others = words & ~(words.dtype.type(2**bits - 1) << shift)
+    return joined.at[at].set(bytes_of(others | (codes[:, :, None].astype(words.dtype) << shift), bits), mode="drop")
 
 
 def set_codes_run(
@@ -138,11 +141,18 @@ def set_codes_run(
     mine: Bool[Array, "B K W"],
     bits: Bits,
 ) -> UInt8[Array, "B K CN H"]:
-    """Set the codes of consecutive slots, beginning with the first slot of a byte, where they are `mine`."""
-    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape[:2])
-    at = rows[:, None, None], heads[None, :, None], slot[:, :, :: 8 // bits] // (8 // bits)
+    """Set the codes of consecutive slots, beginning with the first slot of a run, where they are `mine`."""
+    at = _bytes_at(slot[:, :, :: run_slots(bits)] // run_slots(bits), bits)
     old = split_codes(joined.at[at].get(mode="clip"), bits)
     return joined.at[at].set(join_codes(jnp.where(mine[..., None], codes, old), bits), mode="drop")
+
+
+def _bytes_at(run: Int[Array, "B K R"], bits: Bits) -> tuple[Int[Array, "..."], ...]:
+    """Return the index of the bytes of runs in an array of codes."""
+    rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in run.shape[:2])
+    number = run_bytes(bits)
+    byte = run[..., None] * number + jnp.arange(number, dtype=jnp.int32)
+    return rows[:, None, None], heads[None, :, None], byte.reshape(*run.shape[:2], -1)
 
 
 def put(
@@ -175,14 +185,14 @@ def put_run(
 
     Args:
         packed: the codes.
-        x: numbers from the first slot in the byte of `start` on. W is a multiple of the slots in a byte. For groups
-            along slots, W, `start` and `stop` are multiples of the group.
+        x: numbers from the first slot in the run of `start` on (`run_slots`). W is whole runs. For groups along slots,
+            W, `start` and `stop` are multiples of the group.
         start, stop: first slot, and the slot after the last.
         bits: bits per code.
         group: slots or channels of a group.
         dtype: dtype of scales and zeros.
     """
-    count, width = 8 // bits, x.shape[2]
+    count, width = run_slots(bits), x.shape[2]
     rows, heads = (jnp.arange(n, dtype=jnp.int32)[:, None, None] for n in start.shape)
     heads = heads[:, 0]
     slot = (start // count * count)[..., None] + jnp.arange(width, dtype=jnp.int32)

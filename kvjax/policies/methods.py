@@ -11,12 +11,14 @@ from .compactor import Compactor as Compactor
 from .duoattention import DuoAttention as DuoAttention
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .fast_kvzip import FastKVzip as FastKVzip
+from .fp8 import FP8 as FP8
 from .full import Full as Full
 from .h2o import H2O as H2O
 from .infinigen import InfiniGen as InfiniGen
 from .keydiff import KeyDiff as KeyDiff
 from .kivi import KIVI as KIVI
 from .knorm import KNorm as KNorm
+from .kvgrad import KVgrad as KVgrad
 from .kvzap import KVzap as KVzap
 from .kvzip import KVzip as KVzip
 from .lagkv import LagKV as LagKV

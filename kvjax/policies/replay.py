@@ -8,11 +8,11 @@ ask for it. These tokens attend to the whole prompt and, causally, to themselves
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, TokenBlock
@@ -34,6 +34,8 @@ class Part:
         words: tokens of the block before the part.
         around: attention inputs and output projection, for a `Replay` that declares `needs_context`.
         prepared: result of `Replay.prepare`.
+        sensitivity: for a `Replay` that `needs_gradients`, norm of the gradient at each token of the block
+            (`transformer.attention_gradients`). None without a model.
     """
 
     held: LayerCache
@@ -43,6 +45,7 @@ class Part:
     words: Int[Array, ""]
     around: AttentionContext | None = None
     prepared: Any = None
+    sensitivity: Float[Array, "B R"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,10 @@ class Replay:
             with them, are in no part, either.
         first, then: words that ask for the first part, and for each later part. A model without a tokenizer reads none.
         needs_context: whether `prepare` and `observe` need the attention inputs and output projection.
+        needs_gradients: whether `observe` needs `Part.sensitivity`, which takes a second and a backward pass of each part.
     """
+
+    needs_gradients: ClassVar[bool] = False
 
     chunk: int
     overlap: int = 0

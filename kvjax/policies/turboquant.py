@@ -12,8 +12,7 @@ from .full import Full
 from .info import PolicyInfo
 from .layer import CacheLayer
 from .registry import register
-from .transforms.quantize import Quantized, check_codes
-from .transforms.rotated import Values
+from .transforms.quantize import Keys, Quantized, Values, check_codes
 
 
 @register
@@ -29,18 +28,22 @@ class TurboQuant(Policy):
     exact.
 
     As in vLLM, the first and last layers are exact. The paper's second stage, a sketch of the quantisation error (QJL),
-    is not implemented, because its noise in the logits is as large as the error that it corrects. The paper also has 3
-    bits, which are not implemented.
+    is not implemented, because its noise in the logits is as large as the error that it corrects.
+
+    vLLM's presets are `keys="fp8", bits=4` (k8v4), `bits=4` (4bit_nc), `bits=3, value_bits=4` (k3v4_nc) and `bits=3`
+    (3bit_nc). In k8v4, keys are not rotated. Here they have one factor per token and head, as in `FP8`; vLLM has none.
 
     To quantise another policy's cache, see `quantized(policy, scheme="turboquant")`.
 
     Attributes:
-        bits: bits per number, without its share of factors: 2 or 4.
+        bits: bits per number, without its share of factors: 2, 3 or 4. 8 codes of 3 bits share 3 bytes.
         group: channels of a value that share a scale and a zero: the greatest common divisor of this and the head dim,
             which is a power of two.
         values: "levels" between the minimum and maximum of a group, or "rotated", as keys are.
         signs: seed of random sign changes of coordinates before the rotation, different in each layer. None for none.
         exact_layers: number of first layers, and of last layers, that are not quantised.
+        keys: "rotated", or "fp8" for 8-bit floats.
+        value_bits: bits per number of values. None for `bits`.
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
@@ -57,9 +60,11 @@ class TurboQuant(Policy):
     values: Values = "levels"
     signs: int | None = None
     exact_layers: int = 2
+    keys: Keys = "rotated"
+    value_bits: Bits | None = None
 
     def __post_init__(self) -> None:
-        check_codes(self, self.bits)
+        check_codes(self)
 
     def bind(self, config: ModelConfig) -> Policy:
         return self._quantized.bind(config)
@@ -69,5 +74,6 @@ class TurboQuant(Policy):
 
     @property
     def _quantized(self) -> Quantized:
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("values", "signs", "exact_layers")}
-        return Quantized(Full(), self.bits, self.group, scheme="turboquant", **options)
+        return Quantized(
+            Full(), scheme="turboquant", **{x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        )

@@ -121,12 +121,17 @@ def _again(
         said = jnp.pad(said, (0, size))
         block = jnp.where((place < words) & (said >= 0), said, given)
         at = start, count, words
-        observers = [
-            _Again(layer.policy, layer.spec, inner=layer, of=replay, at=at, prepared=own.get(replay))
-            for layer, own in zip(layers, prepared, strict=True)
-        ]
         number = jnp.where(count > 0, words + count, 0)
-        return transformer.read_block(params, held, block, lengths, number, total, observers)[1]
+        given = params, held, block, lengths, number, total
+        norms: Any = [None] * len(layers)
+        if replay.needs_gradients:
+            readers = [_Reading(layer.policy, layer.spec, inner=layer) for layer in layers]
+            norms = list(transformer.attention_gradients(*given, readers))
+        observers = [
+            _Again(layer.policy, layer.spec, inner=layer, of=replay, at=at, prepared=own.get(replay), norms=norm)
+            for layer, own, norm in zip(layers, prepared, norms, strict=True)
+        ]
+        return transformer.read_block(*given, observers)[1]
 
     return over_parts(replay, length, lengths - starts, read)
 
@@ -188,12 +193,27 @@ class _First(WrappedLayer[Any]):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Reading(WrappedLayer[Any]):
+    """Attention to a prompt's full cache and to the block, without an observer."""
+
+    @property
+    def needs_context(self) -> bool:
+        return False
+
+    def read_block(
+        self, state: LayerCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], Any, Carry]:
+        return cache.attend_block(self.spec, cache.insert_block(state, block), block), None, carry
+
+
+@dataclasses.dataclass(frozen=True)
 class _Again(WrappedLayer[Any]):
     """Second pass: processes a part again, and returns what the layer observes instead of a state."""
 
     of: Replay = dataclasses.field(kw_only=True)
     at: tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, ""]] = dataclasses.field(kw_only=True)
     prepared: Any = dataclasses.field(kw_only=True)
+    norms: Float[Array, "B R"] | None = dataclasses.field(kw_only=True)
 
     @property
     def needs_context(self) -> bool:
@@ -206,7 +226,7 @@ class _Again(WrappedLayer[Any]):
         if self.of not in self.inner.replays:
             return out, None, carry
         around = AttentionContext.of(carry, self.spec) if self.of.needs_context else None
-        return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared)), carry
+        return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared, self.norms)), carry
 
 
 def _opening(tokenizer: Tokenizer) -> str:

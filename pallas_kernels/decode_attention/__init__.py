@@ -18,5 +18,6 @@ from .reference import partial_ragged_attention as partial_ragged_attention
 from .reference import ragged_attention as ragged_attention
 from .types import Attended as Attended
 from .types import CacheShard as CacheShard
+from .types import Factors as Factors
 from .types import PackedSlots as PackedSlots
 from .types import Rotation as Rotation

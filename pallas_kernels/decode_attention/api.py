@@ -1,6 +1,7 @@
 """Public functions. Each `Op` picks a kernel or XLA."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +12,20 @@ from ..head_shards import query_heads
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
 from .packed import Bits
-from .types import Attended, CacheShard, PackedSlots, Rotation
+from .types import Attended, CacheShard, Factors, PackedSlots, Rotation
+
+
+def _untimed(*_: Any, factors: Factors | None = None, **__: Any) -> str | None:
+    """Return a reason to use XLA for `decode_attention`, or None for the kernel."""
+    return None if factors is None else "the kernel has not been timed with 8-bit floats"
+
 
 _DECODE = Op(
     "decode_attention",
     __name__,
     gpu=("decode_attention_pallas_triton",),
     tpu=("decode_attention_pallas_mosaic_tpu",),
+    prefer_xla_reason=_untimed,
 )
 _SHARDED = Op("sharded_decode_attention", __name__, gpu=("sharded_decode_attention_pallas_triton",))
 _PACKED = Op("packed_decode_attention", __name__, gpu=("packed_decode_attention_pallas_triton",))
@@ -31,6 +39,7 @@ def decode_attention(
     *,
     scale: float,
     rotation: Rotation | None = None,
+    factors: Factors | None = None,
     probs: bool = False,
     implementation: Implementation = "auto",
     interpret: bool = False,
@@ -47,6 +56,7 @@ def decode_attention(
         scale: factor on the logits, usually H ** -0.5.
         rotation: rotates queries and keys as they are read, by their current positions in the cache (TreeKV,
             StreamingLLM).
+        factors: factors of each slot's key and value, for `k` and `v` in 8-bit floats (float8_e4m3fn).
         probs: whether to return each slot's probability, from which H2O, TOVA and TreeKV score slots.
         implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
             `kvjax.pallas_kernels.op`.
@@ -58,7 +68,7 @@ def decode_attention(
     Raises:
         Unsupported: the requested implementation does not support this case.
     """
-    options = {"scale": scale, "rotation": rotation, "probs": probs}
+    options = {"scale": scale, "rotation": rotation, "factors": factors, "probs": probs}
     return _DECODE(q, k, v, weight, **options, implementation=implementation, interpret=interpret)
 
 

@@ -52,6 +52,7 @@ def decode_attention(
     *,
     scale: float,
     rotation: Rotation | None = None,
+    factors: None = None,
     probs: bool = False,
     interpret: bool = False,
     block: int | None = None,

@@ -22,7 +22,7 @@ from ..products import dot
 from ..rotary import DeferredRope, parts_of
 from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
 from ..tuning import tuned
-from .types import Attended, Rotation
+from .types import Attended, Factors, Rotation
 
 Rotated = Literal["all", "queries", "nothing"]
 """Which inputs the kernel rotates."""
@@ -35,13 +35,26 @@ LOOK = 1024
 
 
 def unsupported_reason(
-    q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
+    q: Array | DeferredRope,
+    k: Array,
+    *_: Any,
+    rotation: Rotation | None = None,
+    factors: Factors | None = None,
+    **__: Any,
 ) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
-    return unsupported(parts_of(q)[0].shape[1] // k.shape[1], k, rotation)
+    queries = parts_of(q)[0]
+    group = queries.shape[1] // k.shape[1]
+    if factors is None:
+        return unsupported(group, k, rotation)
+    if rotation is not None:
+        return "keys in 8-bit floats are rotated"
+    if k.dtype != jnp.float8_e4m3fn:
+        return f"keys with factors are {k.dtype}, not float8_e4m3fn"
+    return unsupported(group, jax.ShapeDtypeStruct(k.shape, queries.dtype), None)
 
 
-def unsupported(group: int, k: Array, rotation: Rotation | None) -> str | None:
+def unsupported(group: int, k: Array | jax.ShapeDtypeStruct, rotation: Rotation | None) -> str | None:
     """Return why the kernel does not support such keys with `group` query heads per KV head, or None if it does."""
     dim, slots = k.shape[-1], k.shape[-2]
     if reason := triton_unsupported(dim=dim, group=group):
@@ -63,6 +76,7 @@ def decode_attention(
     *,
     scale: float,
     rotation: Rotation | None = None,
+    factors: Factors | None = None,
     probs: bool = False,
     interpret: bool = False,
     sizes: dict[str, int] | None = None,
@@ -75,7 +89,7 @@ def decode_attention(
     """
     batch, kv_heads, slots, dim = k.shape
     sizes = sizes or _sizes(batch * kv_heads, slots, dim, k.dtype, rotation is not None)
-    return _attend(q, k, v, weight, rotation, scale=scale, probs=probs, interpret=interpret, **sizes)
+    return _attend(q, k, v, weight, rotation, factors, scale=scale, probs=probs, interpret=interpret, **sizes)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "probs", "interpret", "block", "splits", "warps", "stages"))
@@ -85,6 +99,7 @@ def _attend(
     v: Float[Array, "B K C H"],
     weight: Float[Array, "B K C"],
     rotation: Rotation | None,
+    factors: Factors | None,
     *,
     scale: float,
     probs: bool,
@@ -108,6 +123,7 @@ def _attend(
         k.reshape(fold, slots, dim),
         v.reshape(fold, slots, dim),
         weight.reshape(fold, slots),
+        *(factor.reshape(fold, slots) for factor in factors or ()),
     ]
     specs = [entry(x) for x in inputs]
     if rotation is not None:
@@ -148,7 +164,7 @@ def _attend(
 
     def body(*refs: Any) -> None:
         options = {"scale": scale, "block": block, "part": part, "slots": slots, "rotated": rotated}
-        attend_part(*refs, number=pl.program_id(1), alone=splits == 1, **options)
+        attend_part(*refs, number=pl.program_id(1), alone=splits == 1, scaled=factors is not None, **options)
 
     part_of = pl.BlockSpec((None, splits, None), lambda h, g: (h, 0, g))
     found = triton_call(
@@ -253,19 +269,22 @@ def attend_part(
     slots: int,
     rotated: Rotated,
     alone: bool = False,
+    scaled: bool = False,
 ) -> None:
     """Attend over one part of one head: unnormalised values, the largest logit, and the sum of exponentials.
 
     Args:
         q_ref, k_ref, v_ref, weight_ref: queries, keys, values and weights of the head.
-        refs: inputs of the rotation, according to `rotated`; then the outputs; then the logits, if requested.
+        refs: factors of keys and of values, if `scaled`; inputs of the rotation, according to `rotated`; then the outputs; then the logits, if requested.
         number: index of the part.
         scale: factor on the logits.
         block: slots read at a time.
         part, slots: slots per part, and in total.
         rotated: which inputs are rotated.
         alone: whether the part is the whole head. The outputs are then the attended values and the log-sum-exp.
+        scaled: whether keys and values have factors.
     """
+    factor_refs, refs = (refs[:2], refs[2:]) if scaled else ((), refs)
     rotation_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[rotated])], refs[count:]
     outputs = 2 if alone else 3
     part_refs, logit_refs = rest[:outputs], rest[outputs:]
@@ -317,7 +336,11 @@ def attend_part(
             keys = _halves(first, second, cos, sin)
             logits = sum(dot(queries, key, 1) for queries, key in zip(q, keys, strict=True))
         else:
-            logits = dot(q, load(k_ref, inside, span, pl.ds(0, dim)), 1)
+            # 8-bit floats become exact numbers of the queries' dtype.
+            keys = load(k_ref, inside, span, pl.ds(0, dim))
+            logits = dot(q, keys.astype(q_ref.dtype) if scaled else keys, 1)
+        for factor_ref in factor_refs[:1]:
+            logits *= load(factor_ref, inside, span)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
             backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
@@ -328,7 +351,11 @@ def attend_part(
         values = backend.load(
             v_ref.at[span], mask=jnp.broadcast_to(live[:, None], (block, dim)), other=jnp.zeros((), v_ref.dtype)
         )
-        acc = acc * shrink[:, None] + dot(probs.astype(values.dtype), values, 0)
+        shares = probs
+        for factor_ref in factor_refs[1:]:
+            shares *= backend.load(factor_ref.at[span], mask=live, other=0.0)
+        values = values.astype(q_ref.dtype) if scaled else values
+        acc = acc * shrink[:, None] + dot(shares.astype(values.dtype), values, 0)
         return acc, peak, total * shrink + jnp.sum(probs, axis=1)
 
     nothing = (

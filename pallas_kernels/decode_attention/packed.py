@@ -4,15 +4,17 @@ group.
 `kvjax.cache.packing` quantises them.
 """
 
+import functools
+import math
 from typing import Any, Literal
 
 import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
-Bits = Literal[2, 4, 8]
+Bits = Literal[2, 3, 4, 8]
 """Bits per code."""
 
 BLOCK = 512
@@ -24,13 +26,13 @@ Along = Literal["slots", "channels"]
 
 @flax.struct.dataclass
 class Packed:
-    """Quantised keys or values. B sequences, K KV heads, C slots, H head dim, n = 8 / bits codes per byte.
+    """Quantised keys or values. B sequences, K KV heads, C slots, H head dim, CN = C × bits / 8 bytes per channel.
 
     The last axis of every array is at least as long as a head or the cache. A TPU would pad shorter rows to its 128
     lanes, and copy them.
 
     Attributes:
-        codes: codes of n neighbouring slots per byte, for each channel. The first slot is in the lowest bits.
+        codes: codes of neighbouring slots in shared bytes, for each channel, see `split_codes`.
         scale, zero: of each group of g numbers: [B, K, C / g, H] along slots, [B, K, H / g, C] along channels.
         along: axis of the groups.
     """
@@ -47,23 +49,57 @@ class Packed:
         return jax.tree.unflatten(jax.tree.structure(self), [2, others, others])
 
     def part(self, start: Any, size: int, bits: Bits) -> "Packed":
-        """Return `size` slots from slot `start` on. Both must be multiples of the slots per group and per byte."""
-        count = 8 // bits
-        codes = jax.lax.dynamic_slice_in_dim(self.codes, start // count, size // count, axis=2)
+        """Return `size` slots from slot `start` on. Both must be multiples of the slots per group and per run."""
+        codes = part_of_codes(self.codes, start, size, bits)
         axis, group = 3, 1
         if self.along == "slots":
-            axis, group = 2, self.codes.shape[2] * count // self.scale.shape[2]
+            axis, group = 2, self.codes.shape[2] * 8 // bits // self.scale.shape[2]
         scale, zero = (
             jax.lax.dynamic_slice_in_dim(x, start // group, size // group, axis=axis) for x in (self.scale, self.zero)
         )
         return Packed(codes, scale, zero, self.along)
 
 
+def run_slots(bits: Bits) -> int:
+    """Number of slots in a run, whose codes fill whole bytes: 8 with 3 bits, else 8 / bits."""
+    return 8 // math.gcd(bits, 8)
+
+
+def run_bytes(bits: Bits) -> int:
+    """Number of bytes of a run: 3 with 3 bits, else 1."""
+    return bits // math.gcd(bits, 8)
+
+
+def words_of(codes: UInt8[Array, "B K CN H"], bits: Bits) -> Shaped[Array, "B K R H"]:
+    """Combine the bytes of each run in one unsigned integer. The first byte has the lowest bits."""
+    if (number := run_bytes(bits)) == 1:
+        return codes
+    apart = einops.rearrange(codes, "b k (r n) h -> n b k r h", n=number).astype(jnp.uint32)
+    return functools.reduce(jnp.bitwise_or, (byte << jnp.uint32(8 * i) for i, byte in enumerate(apart)))
+
+
+def bytes_of(words: Shaped[Array, "B K R H"], bits: Bits) -> UInt8[Array, "B K CN H"]:
+    """Split the integers of runs into bytes, the inverse of `words_of`."""
+    if (number := run_bytes(bits)) == 1:
+        return words
+    apart = jnp.stack([(words >> jnp.uint32(8 * i)).astype(jnp.uint8) for i in range(number)], axis=3)
+    return einops.rearrange(apart, "b k r n h -> b k (r n) h")
+
+
 def split_codes(codes: UInt8[Array, "B K CN H"], bits: Bits) -> UInt8[Array, "B K C H"]:
-    """Unpack the codes of neighbouring slots to one byte each."""
-    mask = jnp.uint8(2**bits - 1)
-    apart = jnp.stack([(codes >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=3)
-    return einops.rearrange(apart, "b k c n h -> b k (c n) h")
+    """Unpack the codes of neighbouring slots to one byte each.
+
+    The codes of a run of slots are one little-endian integer, with the first slot in the lowest bits.
+    """
+    words, mask = words_of(codes, bits), 2**bits - 1
+    apart = [(words >> words.dtype.type(bits * i)) & words.dtype.type(mask) for i in range(run_slots(bits))]
+    return einops.rearrange(jnp.stack(apart, axis=3), "b k r n h -> b k (r n) h").astype(jnp.uint8)
+
+
+def part_of_codes(codes: UInt8[Array, "B K CN H"], start: Any, size: int, bits: Bits) -> UInt8[Array, "B K ... H"]:
+    """Return the codes of `size` slots from slot `start` on. Both must be multiples of the slots per run."""
+    slots, number = run_slots(bits), run_bytes(bits)
+    return jax.lax.dynamic_slice_in_dim(codes, start // slots * number, size // slots * number, axis=2)
 
 
 def unpack(packed: Packed, bits: Bits) -> Float[Array, "B K C H"]:

@@ -43,6 +43,8 @@ LATE = 32
 
 def unsupported_reason(q: Array, slots: PackedSlots, visible: Array, *, bits: Bits, **_: Any) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
+    if bits == 3:
+        return "codes of 3 bits are in several bytes"
     dim, kv_heads, size = q.shape[-1], *visible.shape[1:]
     if reason := triton_unsupported(dim=dim, group=q.shape[1] // kv_heads):
         return reason

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
 from ..rotary import DeferredRope, heads_of, parts_of, rotate_halves
-from .packed import Bits, blocks, unpack
-from .types import Attended, PackedSlots, Rotation
+from .packed import Bits, blocks, run_slots, unpack
+from .types import Attended, Factors, PackedSlots, Rotation
 
 
 def decode_attention(
@@ -24,9 +24,12 @@ def decode_attention(
     *,
     scale: float,
     rotation: Rotation | None = None,
+    factors: Factors | None = None,
     probs: bool = False,
 ) -> Attended:
     """Softmax attention over cache slots; see the public function."""
+    if factors is not None:  # exact: 8-bit floats are also numbers of the queries' dtype
+        k, v = (x.astype(parts_of(q)[0].dtype) for x in (k, v))
     q = heads_of(q) if rotation is None else rotation.queries(parts_of(q)[0])
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -34,6 +37,8 @@ def decode_attention(
     live = weight > 0
     keys = k if rotation is None else _rotated(k, rotation)
     logits = jnp.einsum("bkgh,bkch->bkgc", grouped, keys, preferred_element_type=jnp.float32) * scale
+    if factors is not None:
+        logits *= factors.k[:, :, None]
     bias = jnp.log(jnp.where(live, weight, 1.0))
     logits = jnp.where(live[:, :, None], logits + bias[:, :, None], MASKED)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -41,7 +46,8 @@ def decode_attention(
     total = jnp.sum(unnormalised, axis=-1, keepdims=True)
     share = unnormalised / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     values = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
-    out = jnp.einsum("bkgc,bkch->bkgh", share.astype(v.dtype), values, preferred_element_type=jnp.float32)
+    weights = share if factors is None else share * jnp.where(live, factors.v, 0.0)[:, :, None]
+    out = jnp.einsum("bkgc,bkch->bkgh", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
     logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
     return Attended(
         out.reshape(batch, heads, dim).astype(q.dtype),
@@ -179,7 +185,7 @@ def partial_packed_attention(
     """
     _, kv_heads, size = visible.shape
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
-    count, block = blocks(size, math.lcm(size // slots.k.scale.shape[2], 8 // bits))
+    count, block = blocks(size, math.lcm(size // slots.k.scale.shape[2], run_slots(bits)))
 
     def products(keys: Float[Array, "B K C H"]) -> Float[Array, "B K G C"]:
         return jnp.einsum("bkgh,bkch->bkgc", grouped, keys.astype(jnp.float32)) * scale

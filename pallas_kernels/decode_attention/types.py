@@ -41,6 +41,18 @@ class Rotation(NamedTuple):
         return rotate_halves(q, cos, sin)
 
 
+class Factors(NamedTuple):
+    """Factors by which keys and values in 8-bit floats are multiplied, in float32.
+
+    Attributes:
+        k: factor of each slot's key.
+        v: factor of each slot's value.
+    """
+
+    k: Float[Array, "B K C"]
+    v: Float[Array, "B K C"]
+
+
 class Attended(NamedTuple):
     """Result of the attention of one query per sequence over a cache.
 

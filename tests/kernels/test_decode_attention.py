@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from arrays import to_jax
 from kernels.interpreter import races_found
+from kernels.lowering import on
 
-from kvjax.pallas_kernels import Attended, DeferredRope, Rotation, decode_attention
+from kvjax.pallas_kernels import Attended, DeferredRope, Factors, Rotation, decode_attention
 from kvjax.pallas_kernels.op import Unsupported
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
@@ -153,6 +154,70 @@ class TestDecodeAttention:
         np.testing.assert_allclose(
             sum(s * part.out for s, part in zip(share, parts, strict=True)), whole.out, atol=1e-6
         )
+
+
+def draw_float8(seed, batch, kv_heads, group, slots, dim, dtype):
+    """As `draw`, with keys and values in 8-bit floats and their factors. Dead slots hold NaN."""
+    q, k, v, weight, _ = draw(seed, batch, kv_heads, group, slots, dim, "float32", False)
+    random, dead = np.random.default_rng(seed), np.asarray(weight) == 0
+    k, v = (jnp.asarray(x * 60).astype(jnp.float8_e4m3fn) for x in (k, v))
+    factors = (to_jax(np.where(dead, np.nan, random.uniform(0.5, 2, dead.shape) / 60), jnp.float32) for _ in "kv")
+    return q.astype(dtype), k, v, weight, Factors(*factors)
+
+
+# batch, KV heads, query heads for each, slots, head dim, dtype
+FLOAT8 = [(2, 3, 1, 96, 64, "float32"), (2, 2, 4, 160, 64, "bfloat16"), (1, 5, 8, 75, 16, "float32")]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize("case", FLOAT8, ids=str)
+def test_8_bit_floats_are_multiplied_by_their_factors(implementation, case):
+    """Ragged caches, free slots with NaN in codes and factors: against the same numbers in float64."""
+    q, k, v, weight, factors = draw_float8(sum(case[:5]), *case)
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    got = decode_attention(q, k, v, weight, scale=0.2, factors=factors, **options)
+    wide = (
+        np.asarray(x.astype(jnp.float32), np.float64) * np.asarray(factor)[..., None]
+        for x, factor in zip((k, v), factors, strict=True)
+    )
+    out, lse, _ = expected(q.astype(jnp.float32), *wide, weight, None, 0.2)
+    assert got.out.dtype == case[-1]
+    np.testing.assert_allclose(got.out.astype(jnp.float32), out, atol=TOLERANCE[case[-1]])
+    np.testing.assert_allclose(got.logsumexp, lse, atol=TOLERANCE[case[-1]])
+
+
+def test_what_the_kernels_refuse_of_8_bit_floats():
+    q, k, v, weight, factors = draw_float8(0, 1, 2, 2, 32, 16, "float32")
+    with pytest.raises(Unsupported, match="keys are float8_e4m3fn"):
+        decode_attention(q, k, v, weight, scale=1.0, factors=factors, implementation="tpu", interpret=True)
+    k, v = (x.astype(jnp.float32) for x in (k, v))
+    with pytest.raises(Unsupported, match="keys with factors are float32, not float8_e4m3fn"):
+        decode_attention(q, k, v, weight, scale=1.0, factors=factors, implementation="gpu", interpret=True)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_kernel_of_8_bit_floats_is_there_and_is_not_taken_by_itself(caplog):
+    """Lowered for an H200. Until it has been timed, `auto` is XLA."""
+    shapes = jax.eval_shape(lambda: draw_shapes(8, 8, 4, 4096, 128))
+
+    def lowered(implementation):
+        def attend(q, k, v, weight, factors):
+            options = {"scale": 0.1, "factors": factors, "implementation": implementation}
+            return decode_attention(q, k, v, weight, **options).out
+
+        with on(), caplog.at_level("DEBUG", "kvjax.pallas_kernels.op"):
+            return jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert 'name = "decode_attention"' in lowered("gpu")
+    assert 'name = "decode_attention"' not in lowered("auto")
+    assert "xla (the kernel has not been timed with 8-bit floats)" in caplog.text
+
+
+def draw_shapes(batch, kv_heads, group, slots, dim):
+    """Arguments of an H200's size."""
+    codes = jnp.zeros((batch, kv_heads, slots, dim), jnp.float8_e4m3fn)
+    each = jnp.zeros((batch, kv_heads, slots), jnp.float32)
+    return jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), codes, codes, each, Factors(each, each)
 
 
 def test_auto_is_xla_on_a_cpu():

@@ -5,11 +5,19 @@ import math
 import numpy as np
 from policies.facts import Facts
 from policies.oracle_arrays import ROPE, rotate, shares
+from policies.oracle_fp8 import nearest
 from policies.oracle_kivi import value_back
 
 FACTS = {
     "turboquant": Facts(
-        published={"bits": 4, "values": "levels", "signs": None, "exact_layers": 2},
+        published={
+            "bits": 4,
+            "values": "levels",
+            "signs": None,
+            "exact_layers": 2,
+            "keys": "rotated",
+            "value_bits": None,
+        },
         least={"group": 1, "exact_layers": 0},
         golden={"exact_layers": 0, "group": 8},
         tier="long",
@@ -45,10 +53,21 @@ def back(x: np.ndarray, levels: np.ndarray, rotation: np.ndarray, *, corrected: 
 
 
 class TurboHead:
-    """One KV head: keys and values of all tokens held, as they come back; the newest exact."""
+    """One KV head: keys and values of all tokens held, as they come back; the newest exact.
 
-    def __init__(self, bits: int, levels: np.ndarray, rotation: np.ndarray, channels: int | None) -> None:
-        self.bits, self.levels, self.rotation, self.channels = bits, levels, rotation, channels
+    Keys without levels are 8-bit floats.
+    """
+
+    def __init__(
+        self,
+        levels: np.ndarray | None,
+        value_bits: int,
+        value_levels: np.ndarray,
+        rotation: np.ndarray,
+        channels: int | None,
+    ) -> None:
+        self.levels, self.value_bits, self.value_levels = levels, value_bits, value_levels
+        self.rotation, self.channels = rotation, channels
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
 
@@ -59,11 +78,12 @@ class TurboHead:
 
     def code(self) -> None:
         """The newest token in its codes."""
-        self.keys[-1] = back(self.keys[-1], self.levels, self.rotation)
+        key, value = self.keys[-1], self.values[-1]
+        self.keys[-1] = nearest(key) if self.levels is None else back(key, self.levels, self.rotation)
         if self.channels is None:
-            self.values[-1] = back(self.values[-1], self.levels, self.rotation)
+            self.values[-1] = back(value, self.value_levels, self.rotation)
         else:
-            self.values[-1] = value_back(self.values[-1], self.bits, self.channels)
+            self.values[-1] = value_back(value, self.value_bits, self.channels)
 
     def attend(self, queries: np.ndarray, pos: int) -> np.ndarray:
         """Attention of a group's queries [G, H]."""

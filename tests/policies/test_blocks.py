@@ -55,7 +55,7 @@ from kvjax.policies import (
 from kvjax.policies.chelsea import SCHEDULES
 from kvjax.policies.clusterkv import ClusteredCache
 from kvjax.policies.families.noise import uniform
-from kvjax.policies.transforms.rotated import RotatedCache
+from kvjax.policies.transforms.coded import CodedCache
 
 ROWS = 104
 """Rows of a batch of random texts."""
@@ -475,7 +475,7 @@ def test_one_block_is_a_prompt(policy):
 
 def said(layer: Any, state: Any) -> Any:
     """A state without what stands where clusters are none, and packed numbers unpacked where there are some."""
-    if isinstance(state, PackedCache | RotatedCache):
+    if isinstance(state, PackedCache | CodedCache):
         return layer.view(jax.tree.map(to_jax, state))
     if not isinstance(state, ClusteredCache):
         return state

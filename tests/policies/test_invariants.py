@@ -29,8 +29,8 @@ from kvjax.cache import LayerCache, Token, host_memory, layer_specs
 from kvjax.models.params import count
 from kvjax.policies import ByHead, ByLayer, Full, Policy, by_layer, get_policy, offloaded, quantized
 from kvjax.policies.families.ragged import Ragged
+from kvjax.policies.transforms.coded import CodedCache
 from kvjax.policies.transforms.quantize import PackedCache
-from kvjax.policies.transforms.rotated import RotatedCache
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Greedy
 
@@ -110,10 +110,13 @@ def test_steps_copy_no_cache(policy, tiny):
     """Slots are written in place. (Nothing of the size of a layer's keys is copied, on the device or on the host.)"""
     specs, args, state = start(policy, tiny)
     program = decoding.decode.compiled(policy, specs, tiny, state, jnp.int32(4), *args).as_text()
-    stores = *STORES, PackedCache, RotatedCache
+    stores = *STORES, PackedCache, CodedCache
     caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, stores))
     keys = [jax.tree.leaves(slots.k)[0] for slots in caches if isinstance(slots, stores)]
-    types = {f"{'u8' if x.dtype == jnp.uint8 else 'f32'}[{','.join(map(str, x.shape))}]" for x in keys}
+    types = {
+        f"{ {'uint8': 'u8', 'float8_e4m3fn': 'f8e4m3fn'}.get(str(x.dtype), 'f32') }[{','.join(map(str, x.shape))}]"
+        for x in keys
+    }
     assert types
     for array in types:
         assert array in program
@@ -133,6 +136,8 @@ def test_slots_hold_what_they_claim(policy):
     by_part = isinstance(policy, ByHead | ByLayer)  # each part has keys in its own way
     # Of 255 steps between the least and greatest of a group, no more than half a one.
     exact, rounding = info.memory != "quantized", 0.5 * max(np.ptp(inputs.k), np.ptp(inputs.v)) / 255
+    if "fp8" in info.name:  # a sixteenth
+        rounding = max(np.abs(inputs.k).max(), np.abs(inputs.v).max()) / 16
     if "turboquant" in info.name:  # a tenth of a vector of 8 numbers, more or less
         rounding = 0.2 * max(np.linalg.norm(x, axis=-1).max() for x in (inputs.k, inputs.v))
     turned = {}  # (row, position, head) to the rotated key: most slots stay from state to state

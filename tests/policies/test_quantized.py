@@ -134,6 +134,21 @@ def test_codes_by_hand():
     np.testing.assert_array_equal(unpack(packed, 2), x)
 
 
+def test_8_codes_of_3_bits_share_3_bytes():
+    """By hand: 7, 1, 2, ... 6, 0 from the lowest bits on, in 24 bits; one is set, then a run."""
+    codes = np.asarray([7, 1, 2, 3, 4, 5, 6, 0, 5, 5, 5, 5, 5, 5, 5, 5], np.uint8)
+    word = sum(int(code) << (3 * i) for i, code in enumerate(codes[:8]))
+    joined = packing.join_codes(jnp.asarray(codes)[None, None, :, None], 3)
+    assert joined.ravel().tolist() == [word & 255, word >> 8 & 255, word >> 16, *[0b01101101, 0b11011011, 0b10110110]]
+    assert packing.split_codes(joined, 3).ravel().tolist() == codes.tolist()
+    one = packing.set_codes(joined, jnp.full((1, 1, 1), 2, jnp.uint8), jnp.full((1, 1), 5, jnp.int32), 3)
+    codes[5] = 2
+    assert packing.split_codes(one, 3).ravel().tolist() == codes.tolist()
+    slot = jnp.arange(8, 16, dtype=jnp.int32)[None, None]
+    run = packing.set_codes_run(one, jnp.full((1, 1, 8, 1), 1, jnp.uint8), slot, slot >= 13, 3)
+    assert packing.split_codes(run, 3).ravel().tolist() == [*codes[:13].tolist(), 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("size", "group", "blocks"), [(2048, 32, (4, 512)), (96, 32, (1, 96)), (13056, 128, (34, 384)), (10, 2, (1, 10))]
 )
@@ -285,7 +300,7 @@ def test_nothing_free_is_read():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"bits": 3}, "bits=3 is unknown. Give one of 2, 4, 8"),
+        ({"bits": 3}, "bits=3 is not supported. Give 2, 4 or 8"),
         ({"group": 0}, "group=0"),
         ({"group": 32, "residual": 48}, "multiple of group"),
     ],

@@ -117,7 +117,12 @@ def test_a_budget_goes_to_the_parts_that_take_one():
 
 
 def test_which_policies_have_a_budget():
-    assert {name for name in policies() if not get_policy(name).info.takes_budget} == {"full", "kivi", "turboquant"}
+    assert {name for name in policies() if not get_policy(name).info.takes_budget} == {
+        "fp8",
+        "full",
+        "kivi",
+        "turboquant",
+    }
 
 
 @pytest.mark.parametrize(("policy", "applies"), [("full", False), ("KIVI", False), ("Streaming-LLM", True)])

@@ -88,11 +88,16 @@ CONFIGURATIONS = {
     "2 bits, rotated values, mha": ({"bits": 2, "values": "rotated"}, 2, 2),
     "4 bits, groups of 4, mqa": ({"bits": 4, "group": 4}, 4, 1),
     "4 bits, signs": ({"bits": 4, "values": "rotated", "signs": 5}, 2, 1),
+    "3 bits": ({"bits": 3}, 2, 2),
+    "3 and 4 bits": ({"bits": 3, "value_bits": 4}, 4, 2),
+    "3 bits, rotated values": ({"bits": 4, "value_bits": 3, "values": "rotated"}, 2, 1),
+    "keys in 8 bits, values in 4": ({"keys": "fp8", "bits": 4}, 4, 2),
+    "keys in 8 bits, values in 3": ({"keys": "fp8", "bits": 4, "value_bits": 3}, 2, 2),
 }
-FAST = "4 bits, gqa"
+FAST = "4 bits, gqa", "3 and 4 bits"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in CONFIGURATIONS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CONFIGURATIONS])
 def test_equals_the_literal_algorithm(name):
     """A ragged batch: what is held at the end, and outputs at every step."""
     options, heads, kv_heads = CONFIGURATIONS[name]
@@ -106,7 +111,9 @@ def test_equals_the_literal_algorithm(name):
         rotation = codebook.rotation(8, policy.signs).astype(np.float64)
     channels = None if policy.values == "rotated" else int(np.gcd(policy.group, 8))
     for row, head in np.ndindex(len(lengths), kv_heads):
-        literal = TurboHead(policy.bits, codebook.levels(policy.bits), rotation, channels)
+        value_bits = policy.value_bits or policy.bits
+        levels = None if policy.keys == "fp8" else codebook.levels(policy.bits)
+        literal = TurboHead(levels, value_bits, codebook.levels(value_bits), rotation, channels)
         for pos in range(lengths[row]):
             literal.append(case.k[row, pos, head], case.v[row, pos, head], pos)
             literal.code()
@@ -121,10 +128,19 @@ def test_equals_the_literal_algorithm(name):
             assert not got[row, head, len(want) :].any()
 
 
-@pytest.mark.parametrize("values", ["levels", "rotated"])
-def test_blocks_are_coded_as_token_by_token(values):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"values": "levels"}, marks=pytest.mark.slow),
+        {"values": "rotated"},
+        {"bits": 3},
+        pytest.param({"keys": "fp8"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blocks_are_coded_as_token_by_token(options):
     """Rows of any lengths, in blocks of any length: what is held, and a block of one token attends as a step does."""
-    policy, random, size = TurboQuant(exact_layers=0, values=values), np.random.default_rng(1), 11
+    policy, random, size = TurboQuant(exact_layers=0, **options), np.random.default_rng(1), 11
     lengths = random.integers(1, 50, size=60)
     case = make_case(4, lengths, 1, heads=2, kv_heads=1)
     layer = policy.layer(dataclasses.replace(case.spec, block=size))
@@ -171,13 +187,25 @@ def test_blocks_are_coded_as_token_by_token(values):
 
 
 @pytest.mark.parametrize(
-    ("options", "bytes_"), [({"bits": 4}, 134), ({"bits": 4, "values": "rotated"}, 132), ({"bits": 2}, 70)]
+    ("options", "bytes_"),
+    [
+        ({"bits": 4}, 134),
+        ({"bits": 4, "values": "rotated"}, 132),
+        ({"bits": 2}, 70),
+        ({"bits": 3}, 102),
+        ({"bits": 3, "value_bits": 4}, 118),
+        ({"keys": "fp8"}, 200),
+    ],
 )
 def test_bytes_are_those_of_codes(options, bytes_):
-    """By hand, for a head of 128 numbers: codes, a factor of each key, a scale and a zero or a factor of each value; and positions."""
+    """By hand, for a head of 128 numbers: codes, a factor of each key, a scale and a zero or a factor of each value; and positions.
+
+    As in vLLM, whose keys of 8 bits have no factor of 4 bytes.
+    """
     config = PRESETS["llama-3.1-8b"].with_depth(1)
     policy = TurboQuant(exact_layers=0, **options)
     slots = policy.layer(layer_specs(config, 1, 6000, 144, jnp.bfloat16)[0]).capacity
+    assert slots == Full().layer(layer_specs(config, 1, 6000, 144, jnp.bfloat16)[0]).capacity
     assert policy.nbytes(config, 1, 6000, 144) == 8 * (slots * (bytes_ + 4) + 4) + 4
 
 
@@ -205,7 +233,12 @@ def test_the_same_tokens_are_kept():
 
 @pytest.mark.parametrize(
     "text",
-    ["turboquant", "turboquant:bits=2,values=rotated,signs=1", "quantized(snapkv:0.6; bits=4; scheme=turboquant)"],
+    [
+        "turboquant",
+        "turboquant:keys=fp8,value_bits=3",
+        "turboquant:bits=2,values=rotated,signs=1",
+        "quantized(snapkv:0.6; bits=4; scheme=turboquant)",
+    ],
 )
 def test_it_is_written_as_text(text, tiny):
     policy = get_policy(text)
@@ -240,9 +273,9 @@ def test_nothing_free_is_read():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TurboQuant(bits=8), "bits=8 is not supported. Give 2 or 4"),
+        (lambda: TurboQuant(bits=8), "bits=8 is not supported. Give 2, 3 or 4"),
         (lambda: Quantized(Full(), bits=8, scheme="turboquant"), "bits=8 is not supported"),
-        (lambda: Quantized(Full(), scheme="qjl"), "scheme='qjl' is unknown. Give one of 'kivi', 'turboquant'"),
+        (lambda: Quantized(Full(), scheme="qjl"), "scheme='qjl' is unknown. Give one of 'kivi', 'turboquant', 'fp8'"),
         (lambda: TurboQuant(values="all"), "values='all'"),
         (
             lambda: TurboQuant(exact_layers=0).bind(TINY.with_attention(head_dim=24)),

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock, packing
+from kvjax.cache.codecs import Codebook, Codec, Floats, Levels
 from kvjax.cache.packing import Bits, PackedCache
 from kvjax.config import ModelConfig
 
@@ -17,9 +18,25 @@ from ..base import Policy
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
 from ..layer import CacheLayer, Carry, check_reads_blocks
+from .coded import CodedLayer
 from .low_bit import LowBitLayer
-from .rotated import RotatedLayer, Values
 from .wrapper import Wrapper
+
+Scheme = Literal["kivi", "turboquant", "fp8"]
+"""How tokens are stored, see `KIVI`, `TurboQuant` and `FP8`."""
+
+Keys = Literal["rotated", "fp8"]
+"""How TurboQuant stores keys: in codes of rotated vectors, or in 8-bit floats."""
+
+Values = Literal["levels", "rotated"]
+"""How TurboQuant stores values: evenly spaced entries per group of channels, or in codes of rotated vectors."""
+
+OPTIONS = {
+    "kivi": ("bits", "group", "residual"),
+    "turboquant": ("bits", "group", "keys", "values", "value_bits", "signs", "exact_layers"),
+    "fp8": ("exact_layers",),
+}
+"""Hyperparameters that each scheme has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +47,9 @@ class Quantized(Wrapper):
         policy: determines which tokens are kept.
         bits, group: see `KIVI` and `TurboQuant`.
         residual: for "kivi", see `KIVI`.
-        scheme: "kivi" or "turboquant".
-        values, signs, exact_layers: for "turboquant", see `TurboQuant`.
+        scheme: "kivi", "turboquant" or "fp8".
+        values, signs, keys, value_bits: for "turboquant", see `TurboQuant`.
+        exact_layers: for "turboquant" and "fp8", see `TurboQuant`.
     """
 
     transform: ClassVar[str] = "quantized"
@@ -39,30 +57,35 @@ class Quantized(Wrapper):
     bits: Bits = 2
     group: int = 32
     residual: int = 32
-    scheme: Literal["kivi", "turboquant"] = "kivi"
+    scheme: Scheme = "kivi"
     values: Values = "levels"
     signs: int | None = None
     exact_layers: int = 0
+    keys: Keys = "rotated"
+    value_bits: Bits | None = None
 
     def __post_init__(self) -> None:
-        others = ("residual",) if self.scheme == "turboquant" else ("values", "signs", "exact_layers")
+        every = {name for names in OPTIONS.values() for name in names}
+        others = every - set(OPTIONS.get(self.scheme, every))
         for field in dataclasses.fields(self):
             if field.name in others and getattr(self, field.name) != field.default:
                 raise PolicyError(
                     f"quantized: {field.name}={getattr(self, field.name)!r} has no effect with scheme={self.scheme!r}. Leave it out, or give "
                     "the other scheme."
                 )
-        if self.scheme == "turboquant":
-            check_codes(self, self.bits)
-        else:
+        if self.scheme == "kivi":
             check_packing(self, self.bits, self.group, self.residual)
+        else:
+            check_codes(self)
 
     @property
     def info(self) -> PolicyInfo:
         about = dataclasses.replace(super().info, memory="quantized", stage="both")
-        if self.scheme == "turboquant":
-            return dataclasses.replace(about, name=f"turboquant({self.policy.info.name})")
-        return about
+        return (
+            about
+            if self.scheme == "kivi"
+            else dataclasses.replace(about, name=f"{self.scheme}({self.policy.info.name})")
+        )
 
     def bind(self, config: ModelConfig) -> Policy:
         bound = super().bind(config)
@@ -86,13 +109,25 @@ class Quantized(Wrapper):
             return QuantizedLayer(self, spec, inner=inner)
         if min(spec.layer, spec.num_layers - 1 - spec.layer) < self.exact_layers:
             return inner
-        if spec.head_dim & (spec.head_dim - 1):
+        keys, values = self._codecs(spec)
+        if (keys.matrix is not None or values.matrix is not None) and spec.head_dim & (spec.head_dim - 1):
             raise PolicyError(
                 f"{self.info.name}: scheme='turboquant' needs a head dim that is a power of two, but this model has {spec.head_dim}. "
-                "Use kivi, or scheme='kivi'."
+                "Use kivi or fp8, or scheme='kivi' or 'fp8'."
             )
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("bits", "group", "values", "signs")}
-        return RotatedLayer(self, spec, inner=inner, **options)
+        return CodedLayer(self, spec, inner=inner, keys=keys, values=values)
+
+    def _codecs(self, spec: LayerSpec) -> tuple[Codec, Codec]:
+        """Return how keys and values of a layer are stored."""
+        if self.scheme == "fp8":
+            return Floats(), Floats()
+        factor = jnp.float16 if spec.dtype.itemsize == 2 else spec.dtype
+        signs = None if self.signs is None else self.signs + spec.layer
+        keys = Floats() if self.keys == "fp8" else Codebook(self.bits, spec.head_dim, signs, factor)
+        bits = self.value_bits or self.bits
+        if self.values == "rotated":
+            return keys, Codebook(bits, spec.head_dim, signs, factor)
+        return keys, Levels(bits, math.gcd(self.group, spec.head_dim), spec.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +300,8 @@ class QuantizedLayer(LowBitLayer[Quantized]):
 def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
     """Raise `PolicyError` unless the hyperparameters of `policy` are consistent."""
     check_fields(policy, group=1, residual=1)
+    if bits == 3:
+        raise PolicyError(f"{policy.info.name}: bits=3 is not supported. Give 2, 4 or 8, or use turboquant for 3 bits.")
     if residual % group:
         raise PolicyError(
             f"{policy.info.name}: residual={residual} is not a multiple of group={group}, but keys are packed `residual` tokens at a "
@@ -277,11 +314,15 @@ def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
         )
 
 
-def check_codes(policy: Policy, bits: int) -> None:
-    """Raise `PolicyError` unless the hyperparameters of `policy` are valid for the codes of `TurboQuant`."""
-    check_fields(policy, group=1, exact_layers=0)
-    if bits not in (2, 4):
-        raise PolicyError(f"{policy.info.name}: bits={bits} is not supported. Give 2 or 4.")
+def check_codes(policy: Policy) -> None:
+    """Raise `PolicyError` unless the hyperparameters of `policy` are valid for `TurboQuant` and `FP8`."""
+    least = {"group": 1, "exact_layers": 0}
+    check_fields(
+        policy, **{field.name: least[field.name] for field in dataclasses.fields(policy) if field.name in least}
+    )
+    for name in ("bits", "value_bits"):
+        if getattr(policy, name, None) == 8:
+            raise PolicyError(f"{policy.info.name}: {name}=8 is not supported. Give 2, 3 or 4, or use fp8 for 8 bits.")
 
 
 def quantized(
@@ -289,25 +330,29 @@ def quantized(
     bits: Bits = 2,
     group: int = 32,
     residual: int = 32,
-    scheme: Literal["kivi", "turboquant"] = "kivi",
+    scheme: Scheme = "kivi",
     values: Values = "levels",
     signs: int | None = None,
     exact_layers: int = 0,
+    keys: Keys = "rotated",
+    value_bits: Bits | None = None,
 ) -> Quantized:
-    """Quantise a policy's cache, as `KIVI` or `TurboQuant` does: `quantized(ChunkKV(budget=512), bits=4)`.
+    """Quantise a policy's cache, as `KIVI`, `TurboQuant` or `FP8` does: `quantized(ChunkKV(budget=512), bits=4)`.
 
     The policy may only append tokens after the prompt: full, snapkv, pyramidkv, chunkkv, expected_attention, or both
-    kinds of heads of catekv. Packed groups are never changed, so policies that evict or merge while they decode, sparse
-    policies, and policies with their own store are not supported. `by_head` and `by_layer` can combine quantised
+    kinds of heads of catekv. Quantised slots are never changed, so policies that evict or merge while they decode,
+    sparse policies, and policies with their own store are not supported. `by_head` and `by_layer` can combine quantised
     policies with others.
 
     Args:
         policy: such a policy, compositions included.
         bits, group, residual: see `KIVI`.
-        scheme: "kivi", or "turboquant", which codes every token when it comes, as a rotated vector.
-        values, signs, exact_layers: for "turboquant", see `TurboQuant`.
+        scheme: "kivi"; "turboquant", which codes every token when it comes, as a rotated vector; or "fp8", which stores
+            every token in 8-bit floats.
+        values, signs, keys, value_bits: for "turboquant", see `TurboQuant`.
+        exact_layers: for "turboquant" and "fp8", see `TurboQuant`.
 
     Raises:
         PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
     """
-    return Quantized(policy, bits, group, residual, scheme, values, signs, exact_layers)
+    return Quantized(policy, bits, group, residual, scheme, values, signs, exact_layers, keys, value_bits)

@@ -1,40 +1,36 @@
-"""TurboQuant's scheme of `quantized`: a low-bit cache of rotated vectors, each coded when it comes."""
+"""Schemes of `quantized` that code every token when it comes: TurboQuant's, and 8-bit floats."""
 
 import dataclasses
 import math
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock, codebook, packing
-from kvjax.cache.codebook import Coded
-from kvjax.cache.packing import Bits
+from kvjax.cache.codecs import Codec, Floats
+from kvjax.pallas_kernels import Factors, decode_attention
 from kvjax.pallas_kernels.masking import MASKED
 
 from ..layer import Carry, check_reads_blocks
 from .low_bit import LowBitLayer
 
-Values = Literal["levels", "rotated"]
-"""How values are stored: evenly spaced entries per group of channels, or as keys are."""
-
 
 @flax.struct.dataclass
-class RotatedCache:
-    """A low-bit cache of rotated vectors. B rows, K KV heads, C slots, H head dim.
+class CodedCache:
+    """A cache of coded vectors. B rows, K KV heads, C slots.
 
     Attributes:
-        k: keys, rotated to their positions, and then by the matrix that equalises their coordinates.
-        v: values, as keys are (`Coded`), or in groups of channels (`packing.Packed`).
+        k: store of the keys, rotated to their positions, of the layer's codec.
+        v: store of the values.
         pos, next, seen, slot_shards: as in `LayerCache`. Slots below `next` are filled.
     """
 
-    k: Coded
+    k: Any
     v: Any
     pos: Int[Array, "B K C"]
     next: Int[Array, "B K"]
@@ -58,17 +54,15 @@ class RotatedCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class RotatedLayer(LowBitLayer[Any]):
+class CodedLayer(LowBitLayer[Any]):
     """A layer that codes keys and values when they come. A token's own step and a block's attention are exact.
 
     Attributes:
-        bits, group, values, signs: see `TurboQuant`.
+        keys, values: how keys and values are stored.
     """
 
-    bits: Bits = dataclasses.field(kw_only=True)
-    group: int = dataclasses.field(kw_only=True)
-    values: Values = dataclasses.field(kw_only=True)
-    signs: int | None = dataclasses.field(kw_only=True)
+    keys: Codec = dataclasses.field(kw_only=True)
+    values: Codec = dataclasses.field(kw_only=True)
 
     @property
     def shards_own_store(self) -> bool:
@@ -77,90 +71,96 @@ class RotatedLayer(LowBitLayer[Any]):
     @property
     def capacity(self) -> int:
         """Slots to allocate, in whole bytes."""
-        return -(-self.inner.capacity // self._count) * self._count
+        return -(-self.inner.capacity // self._run) * self._run
 
-    def init(self, total: Int[Array, " B"] | None = None) -> RotatedCache:
+    def init(self, total: Int[Array, " B"] | None = None) -> CodedCache:
         return self._coded(self.inner.init(total))
 
-    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[RotatedCache, Carry]:
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[CodedCache, Carry]:
         kept, carry = self.inner.prefill(prompt, carry)
         return self._coded(kept), carry
 
-    def append(self, state: RotatedCache, token: Token) -> RotatedCache:
-        slot, v = token.slot(state.next), token.v.astype(self.spec.dtype)
+    def append(self, state: CodedCache, token: Token) -> CodedCache:
+        slot = token.slot(state.next)
         own = slot if state.slot_shards == 1 else cache.local_slot(state, slot)
         rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
         return dataclasses.replace(
             state,
-            k=codebook.put(state.k, token.k_rotated.astype(self.spec.dtype), own, self.bits, self._matrix),
-            v=codebook.put(state.v, v, own, self.bits, self._matrix)
-            if self._rotated
-            else packing.put(state.v, v, own, self.bits, self._channels, self.spec.dtype),
+            k=self.keys.put(state.k, token.k_rotated.astype(self.spec.dtype), own),
+            v=self.values.put(state.v, token.v.astype(self.spec.dtype), own),
             pos=state.pos.at[rows[:, None], heads[None, :], slot].set(token.position[:, None], mode="drop"),
             next=state.next + token.count(state.next),
             seen=state.seen + token.count(state.seen),
         )
 
-    def attend(
-        self, state: RotatedCache, token: Token, carry: Carry
-    ) -> tuple[Float[Array, "B N H"], RotatedCache, Carry]:
+    def attend(self, state: CodedCache, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], CodedCache, Carry]:
         spec, slots = self.spec, jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
         visible = slots < state.next[..., None] - 1  # the newest token is read exactly instead
         if spec.window is not None:
             visible &= state.pos > token.position[:, None, None] - spec.window
-        own = token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype)
-        options: dict[str, Any] = {"bits": self.bits, "scale": spec.scale, "rotated": self._rotated}
+        given = token.q_rotated, token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype), state
         if state.slot_shards == 1:
-            return coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options)[0], state, carry
-        visible, newest = cache.local_part(visible, state.slot_shards), cache.local_slot(state, state.next - 1)
-        mine = newest < state.k.factor.shape[2]
-        part = coded_attention(token.q_rotated, *own, state, visible, self._matrix, **options, counts=mine)
+            return self._attention(*given, visible)[0], state, carry
+        newest, size = state.next - 1, cache.local_slots(state.pos.shape[-1], state.slot_shards)
+        mine = cache.local_slot(state, newest) < size
+        part = self._attention(*given, cache.local_part(visible, state.slot_shards), mine)
         return cache.merged(*part, state.slot_shards), state, carry
 
+    def _attention(
+        self,
+        q: Float[Array, "B N H"],
+        k: Float[Array, "B K H"],
+        v: Float[Array, "B K H"],
+        state: CodedCache,
+        visible: Bool[Array, "B K C"],
+        counts: Bool[Array, "B K"] | None = None,
+    ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+        """`coded_attention`, by the kernels of `decode_attention` if they read both codecs."""
+        if self.keys == self.values == Floats():
+            return float8_attention(q, k, v, state, visible, scale=self.spec.scale, counts=counts)
+        codecs = self.keys, self.values
+        return coded_attention(q, k, v, state, visible, codecs, scale=self.spec.scale, counts=counts)
+
     def read_block(
-        self, state: RotatedCache, block: TokenBlock, carry: Carry
-    ) -> tuple[Float[Array, "B S N H"], RotatedCache, Carry]:
+        self, state: CodedCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], CodedCache, Carry]:
         check_reads_blocks(self)
         held = cache.insert_block(self.view(state), block)
         return cache.attend_block(self.spec, held, block), self._with(state, block), carry
 
-    def _with(self, state: RotatedCache, block: TokenBlock) -> RotatedCache:
+    def _with(self, state: CodedCache, block: TokenBlock) -> CodedCache:
         """Return the state with the tokens of a block appended."""
         start, stop = state.next, state.next + block.count[:, None]
-        width = -(-(block.size + self._count - 1) // self._count) * self._count
-        slot = (start // self._count * self._count)[..., None] + jnp.arange(width, dtype=jnp.int32)
 
-        def run(x: Float[Array, "B S K H"]) -> Float[Array, "B K W H"]:
+        def put(codec: Codec, stored: Any, x: Float[Array, "B S K H"]) -> Any:
+            width = -(-(block.size + codec.run - 1) // codec.run) * codec.run
+            slot = (start // codec.run * codec.run)[..., None] + jnp.arange(width, dtype=jnp.int32)
             new = jnp.swapaxes(x, 1, 2).astype(self.spec.dtype)
-            return jnp.take_along_axis(new, (slot - start[..., None])[..., None], axis=2, mode="clip")
+            run = jnp.take_along_axis(new, (slot - start[..., None])[..., None], axis=2, mode="clip")
+            return codec.put_run(stored, run, start, stop)
 
-        keys, values = run(block.k_rotated), run(block.v)
         places = jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
         fresh = (places >= start[..., None]) & (places < stop[..., None])
-        return RotatedCache(
-            k=codebook.put_run(state.k, keys, start, stop, self.bits, self._matrix),
-            v=codebook.put_run(state.v, values, start, stop, self.bits, self._matrix)
-            if self._rotated
-            else packing.put_run(state.v, values, start, stop, self.bits, self._channels, self.spec.dtype),
+        return CodedCache(
+            k=put(self.keys, state.k, block.k_rotated),
+            v=put(self.values, state.v, block.v),
             pos=jnp.where(fresh, block.position[:, None, None] + places - start[..., None], state.pos),
             next=stop,
             seen=state.seen + block.count,
         )
 
-    def view(self, state: RotatedCache) -> LayerCache:
+    def view(self, state: CodedCache) -> LayerCache:
         """All slots, decoded."""
 
-        def vectors(x: Any, *, rotated: bool) -> Float[Array, "B K C H"]:
-            if rotated:
-                found = codebook.rotate_back(codebook.decode(x, self.bits), self._matrix)
-            else:
-                found = packing.unpack(x, self.bits)
+        def vectors(codec: Codec, stored: Any) -> Float[Array, "B K C H"]:
+            found = codec.decode(stored)
+            found = found if codec.matrix is None else codebook.rotate_back(found, codec.matrix)
             return jnp.where(state.live[..., None], found, 0.0).astype(self.spec.dtype)
 
-        k, v = vectors(state.k, rotated=True), vectors(state.v, rotated=self._rotated)
+        k, v = vectors(self.keys, state.k), vectors(self.values, state.v)
         return LayerCache(k, v, state.pos, state.live.astype(jnp.float32), state.next, state.seen)
 
-    def _coded(self, filled: LayerCache) -> RotatedCache:
+    def _coded(self, filled: LayerCache) -> CodedCache:
         """Code a cache whose slots are filled from the left."""
         padding = [(0, 0), (0, 0), (0, self.capacity - filled.pos.shape[-1])]
         live = jnp.arange(self.capacity, dtype=jnp.int32) < filled.next[..., None]
@@ -168,64 +168,65 @@ class RotatedLayer(LowBitLayer[Any]):
             jnp.where(live[..., None], jnp.pad(x, [*padding, (0, 0)]), jnp.zeros((), x.dtype))
             for x in (filled.k, filled.v)
         )
-        factor = jnp.float16 if self.spec.dtype.itemsize == 2 else self.spec.dtype
-        return RotatedCache(
-            k=codebook.encode(k, self.bits, self._matrix, factor),
-            v=codebook.encode(v, self.bits, self._matrix, factor)
-            if self._rotated
-            else packing.pack(v, self.bits, self._channels, "channels", self.spec.dtype),
+        return CodedCache(
+            k=self.keys.encode(k),
+            v=self.values.encode(v),
             pos=jnp.pad(filled.pos, padding, constant_values=-1),
             next=filled.next,
             seen=filled.seen,
         )
 
     @property
-    def _rotated(self) -> bool:
-        """Whether values are stored as keys are."""
-        return self.values == "rotated"
+    def _run(self) -> int:
+        """Number of slots that share bytes in keys or values."""
+        return math.lcm(self.keys.run, self.values.run)
 
-    @property
-    def _matrix(self) -> np.ndarray:
-        """Π, the rotation of this layer."""
-        signs = None if self.signs is None else self.signs + self.spec.layer
-        return codebook.rotation(self.spec.head_dim, signs)
 
-    @property
-    def _channels(self) -> int:
-        """Channels of a value's group."""
-        return math.gcd(self.group, self.spec.head_dim)
-
-    @property
-    def _count(self) -> int:
-        """Number of slots that share a byte."""
-        return 8 // self.bits
+def float8_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    state: CodedCache,
+    visible: Bool[Array, "B K C"],
+    *,
+    scale: float,
+    counts: Bool[Array, "B K"] | None = None,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
+    """`coded_attention` over 8-bit floats, which a kernel reads in place."""
+    factors = Factors(state.k.factor, state.v.factor)
+    part = decode_attention(q, state.k.codes, state.v.codes, visible.astype(jnp.float32), scale=scale, factors=factors)
+    grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=visible.shape[1]).astype(jnp.float32)
+    own = jnp.einsum("bkgh,bkh->bkg", grouped, k.astype(jnp.float32)) * scale
+    own = own if counts is None else jnp.where(counts[..., None], own, -jnp.inf)
+    own, value = einops.rearrange(own, "b k g -> b (k g)"), jnp.repeat(v, grouped.shape[2], axis=1)
+    total = jnp.logaddexp(part.logsumexp, own)
+    there = jnp.where(jnp.isfinite(total), total, 0.0)
+    old, new = (jnp.exp(x - there)[..., None] for x in (part.logsumexp, own))
+    out = old * part.out.astype(jnp.float32) + new * value.astype(jnp.float32)
+    return out.astype(q.dtype), total
 
 
 def coded_attention(
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
-    state: RotatedCache,
+    state: CodedCache,
     visible: Bool[Array, "B K C"],
-    matrix: np.ndarray,
+    codecs: tuple[Codec, Codec],
     *,
-    bits: Bits,
     scale: float,
-    rotated: bool,
     counts: Bool[Array, "B K"] | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Softmax attention over a coded cache, which is decoded block by block, and over one exact token.
 
-    The query is rotated once, and so is the sum of rotated values. No key is rotated back.
+    If keys or values are rotated, the query is rotated once, and so is the sum of values. No key is rotated back.
 
     Args:
         q, k, v: the exact token, with rotated query and key.
         state: the cache.
         visible: slots to attend to.
-        matrix: Π.
-        bits: bits per code.
+        codecs: those of keys and of values.
         scale: factor on the logits.
-        rotated: whether values are rotated.
         counts: heads that attend to the exact token. None for all.
 
     Returns:
@@ -233,11 +234,12 @@ def coded_attention(
     """
     _, kv_heads, size = visible.shape
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)
-    turned = codebook.rotate(grouped, matrix)
-    blocks, block = packing.blocks(size, 8 // bits)
+    of_keys, of_values = codecs
+    turned = grouped if of_keys.matrix is None else codebook.rotate(grouped, of_keys.matrix)
+    blocks, block = packing.blocks(size, math.lcm(of_keys.run, of_values.run))
 
     def write(i: Int[Array, ""], logits: Float[Array, "B K G C"]) -> Float[Array, "B K G C"]:
-        keys = codebook.decode(state.k.part(i * block, block, bits), bits)
+        keys = of_keys.decode(of_keys.part(state.k, i * block, block))
         return jax.lax.dynamic_update_slice_in_dim(
             logits, jnp.einsum("bkgh,bkch->bkgc", turned, keys) * scale, i * block, axis=3
         )
@@ -253,14 +255,13 @@ def coded_attention(
     total = jnp.sum(share, axis=-1, keepdims=True) + own
 
     def add(i: Int[Array, ""], out: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
-        part = state.v.part(i * block, block, bits)
-        values = codebook.decode(part, bits) if rotated else packing.unpack(part, bits)
+        values = of_values.decode(of_values.part(state.v, i * block, block))
         weights, valid = (jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=3) for x in (share, seen))
         values = jnp.where(jnp.swapaxes(valid, 2, 3), values, 0.0)
         return out + jnp.einsum("bkgc,bkch->bkgh", weights, values)
 
     out = jax.lax.fori_loop(0, blocks, add, jnp.zeros_like(grouped))
-    out = codebook.rotate_back(out, matrix) if rotated else out
+    out = out if of_values.matrix is None else codebook.rotate_back(out, of_values.matrix)
     out += own * v.astype(jnp.float32)[:, :, None]
     out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     logsumexp = jnp.where(total > 0, highest + jnp.log(total), -jnp.inf)

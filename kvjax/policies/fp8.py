@@ -1,0 +1,53 @@
+"""FP8: every token in 8-bit floats."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from kvjax.cache import LayerSpec
+from kvjax.config import ModelConfig
+
+from .base import Policy
+from .full import Full
+from .info import PolicyInfo
+from .layer import CacheLayer
+from .registry import register
+from .transforms.quantize import Quantized, check_codes
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FP8(Policy):
+    """Keep everything in 8-bit floats (Micikevicius et al. 2022), with one factor per token and KV head.
+
+    Keys and values are divided by a factor, so that the largest number of each vector is 448, and rounded to e4m3. Each
+    token is coded when it comes, and only its own step reads it exactly. Prefill is exact.
+
+    To quantise another policy's cache, see `quantized(policy, scheme="fp8")`.
+
+    Attributes:
+        exact_layers: number of first layers, and of last layers, that are not quantised.
+    """
+
+    about: ClassVar[PolicyInfo] = PolicyInfo(
+        name="fp8",
+        paper="Micikevicius et al. 2022, FP8 Formats for Deep Learning",
+        summary="every token, in 8-bit floats",
+        memory="quantized",
+        stage="both",
+        takes_budget=False,
+    )
+
+    exact_layers: int = 0
+
+    def __post_init__(self) -> None:
+        check_codes(self)
+
+    def bind(self, config: ModelConfig) -> Policy:
+        return self._quantized.bind(config)
+
+    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        return self._quantized.layer(spec)
+
+    @property
+    def _quantized(self) -> Quantized:
+        return Quantized(Full(), scheme="fp8", exact_layers=self.exact_layers)
