@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import jax
@@ -32,6 +32,7 @@ from kvjax.runtime.prompts import (
     PromptLike,
     Question,
     asked_in_chats,
+    for_chat,
     is_one,
     question_ids,
     refuse_rows,
@@ -207,6 +208,7 @@ def generate(
     ignore_eos: bool | Sequence[bool] = False,
     question: Question | Sequence[Question] | None = None,
     prefill_block: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     mesh: Mesh | str | None = None,
     progress: Callable[[int, int], Any] | None = None,
     rows: int | None = None,
@@ -225,7 +227,8 @@ def generate(
     Args:
         params: a model from `kvjax.load`.
         prompt: text, token ids or chat messages; or a list of these; or an array of token ids, one row per prompt.
-            Prompts of a list may have different lengths, and each result equals that of the prompt alone.
+            Prompts of a list may have different lengths, and each result equals that of the prompt alone. The content of
+            a message is text, or a list of parts {"type": "text", "text": ...}.
         policy: how the KV cache is compressed: a name (`kvjax policies` lists them) or a `Policy` with hyperparameters.
         budget: cache slots per head: a number of tokens, or a fraction of prompt + new tokens. None uses the policy's
             default. Policies without a budget ignore it, see `GenerationStats.budget_applies`.
@@ -249,6 +252,10 @@ def generate(
             tokens and causally to their block. If a block is partial, it is the first. None prefills whole prompts, or
             blocks of `BLOCK` if their keys and values would not fit, see `GenerationStats.prefill_block`. Policies that
             need the whole prompt do not support blocks.
+        chat_template_kwargs: arguments of the chat template by name, as keywords of transformers' `apply_chat_template`:
+            `tools` (a list of JSON schemas), `documents` (a list of dictionaries), `continue_final_message` (the model
+            continues the last message, instead of answering it), and any other variable that the template reads, such
+            as `enable_thinking` or `date_string`. A template that does not read one refuses it.
         mesh: devices to run on, as for `kvjax.Engine`. Load the weights onto it (`kvjax.load(..., mesh=...)`);
             otherwise each call shards them again.
         progress: called after each block of chunked prefill with the number of finished blocks and of all blocks. For
@@ -278,6 +285,7 @@ def generate(
     request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
     how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
     how |= {"return_state": return_state, "room": room}
+    how["chat_template_kwargs"] = chat_template_kwargs
     return Run(params, prompt, policy, budget, request, question, prefill_block, **how).finish()
 
 
@@ -310,6 +318,7 @@ def iterate(
     asked: dict[str, Any] = dict(options)
     how = {name: asked.pop(name, None) for name in ("prefill_block", "mesh", "progress", "max_total_tokens")}
     how |= {"return_state": asked.pop("return_state", False), "room": asked.pop("room", 0)}
+    how["chat_template_kwargs"] = asked.pop("chat_template_kwargs", None)
     how["batch_rows"] = asked.pop("rows", None)
     request = check_requests(params, max_new_tokens, **asked)
     run = Run(params, prompts, policy, budget, request, question, **how, continuous=True)
@@ -344,6 +353,7 @@ def stream(
     *,
     question: Question | None = None,
     prefill_block: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     mesh: Mesh | str | None = None,
     progress: Callable[[int, int], Any] | None = None,
     **options: Unpack[RequestOptions],
@@ -356,7 +366,7 @@ def stream(
 
     Args:
         params, prompt, policy, budget, max_new_tokens: as for `generate`, for a single prompt.
-        question, prefill_block, mesh, progress: as for `generate`.
+        question, prefill_block, chat_template_kwargs, mesh, progress: as for `generate`.
         options: other options of `generate`.
 
     Raises:
@@ -371,6 +381,7 @@ def stream(
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
     how: dict[str, Any] = {"streamed": True, "mesh": mesh, "progress": progress}
+    how["chat_template_kwargs"] = chat_template_kwargs
     return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, **how))
 
 
@@ -437,6 +448,7 @@ class Run:
         continuous: bool = False,
         return_state: bool = False,
         room: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.params, self.progress = params, progress
         self.batch_rows = None if batch_rows is None else amount("rows", batch_rows)
@@ -450,12 +462,17 @@ class Run:
         if self.prefill_block is not None:  # what can be checked before prompts are tokenised
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
                 check_reads_blocks(self.policy.layer(spec))
-        prompts, self.single = token_ids(params, prompt, one=streamed, longest=longest)
+        chatting, continued = for_chat(params, prompt, chat_template_kwargs)
+        prompts, self.single = token_ids(chatting, prompt, one=streamed, longest=longest, continued=continued)
         questions = [[] for _ in prompts]
         if question is not None:
+            if continued:
+                raise ValueError(
+                    "continue_final_message=True and a question, which starts another answer; omit one of them"
+                )
             questions = question_ids(params, question, None if self.single else len(prompts))
             given = ([prompt], [question]) if self.single else (prompt, question)
-            pairs = asked_in_chats(params, *given, list(zip(prompts, questions, strict=True)))
+            pairs = asked_in_chats(chatting, *given, list(zip(prompts, questions, strict=True)))
             prompts, questions = map(list, zip(*pairs, strict=True))
         requests = request if isinstance(request, list) else _one_each(request, len(prompts))
         if len(requests) != len(prompts):

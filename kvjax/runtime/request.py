@@ -1,7 +1,7 @@
 """Options of a continuation, validated in one place for `generate`, `stream`, sessions and servers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -25,6 +25,12 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
 
 
+class SessionOptions(SamplingOptions, total=False):
+    """Options of a session's answers."""
+
+    stop: str | Sequence[str] | None
+
+
 class RequestOptions(SamplingOptions, total=False):
     """Options of `kvjax.stream`."""
 
@@ -35,6 +41,7 @@ class GenerateOptions(RequestOptions, total=False):
     """Options of `kvjax.generate`."""
 
     prefill_block: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
     mesh: Mesh | str | None
     progress: Callable[[int, int], Any] | None
     return_state: bool
@@ -52,6 +59,7 @@ class ListOptions(TypedDict, total=False):
     ignore_eos: bool | Sequence[bool]
     stop: str | Sequence[str] | Sequence[Sequence[str]]
     prefill_block: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
     mesh: Mesh | str | None
     progress: Callable[[int, int], Any] | None
     rows: int | None
