@@ -46,10 +46,11 @@ from kvjax.runtime.request import (
     check_request,
     check_requests,
     flag,
+    is_own,
     row_seeds,
 )
 from kvjax.runtime.row import Row, StopReason
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.sampling import Constrained, Greedy
 
 BLOCK = 4096
 """Block size in tokens for prompts that would not fit whole."""
@@ -206,6 +207,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
     ignore_eos: bool | Sequence[bool] = False,
+    sampler: Any = None,
     question: Question | Sequence[Question] | None = None,
     prefill_block: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -242,6 +244,10 @@ def generate(
         stop: strings at which the text ends; they are not part of it. A special token such as "<|im_end|>" has to be a
             string by itself.
         ignore_eos: whether to continue after end tokens.
+        sampler: one sampler for all prompts, instead of temperature and filters: a function or a callable pytree, as
+            `kvjax.runtime.sampling.Sampler`, which is compiled with the programs, or
+            `kvjax.runtime.sampling.Constrained` for grammars. Prompts of a list then run in batches of `rows` that start
+            and stop together.
         question: text or token ids that follow the prompt, one per prompt of a list. The policy compresses the prompt
             before the question is processed (question-agnostic compression). Question tokens count as new tokens. After
             chat messages, the question is appended to the user's last message, and is processed with the end of that
@@ -265,7 +271,7 @@ def generate(
         max_total_tokens: maximum length of a sequence, to which caches are allocated. By default that of the longest.
         return_state: whether each result has the cache that its sequence ended with, copied to the host
             (`Generation.state`), to look at kept positions and to continue from. Not for stop strings (special tokens
-            can be given), offloaded caches, LongRoPE, or several processes.
+            can be given), `sampler`, offloaded caches, LongRoPE, or several processes.
         room: number of further tokens that a returned state can be continued with, at least.
 
     Returns:
@@ -282,7 +288,7 @@ def generate(
     """
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop}
     check: Callable[..., Any] = check_request if is_one(prompt) else check_requests
-    request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
+    request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos, sampler=sampler)
     how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
     how |= {"return_state": return_state, "room": room}
     how["chat_template_kwargs"] = chat_template_kwargs
@@ -479,6 +485,7 @@ class Run:
             raise ValueError(
                 f"options have {len(requests)} values, but there are {len(prompts)} prompts; give one value for all prompts, or one for each"
             )
+        self._check_grammars(requests[0].sampler, len(prompts))
         check_same(self.mesh, [*prompts, *questions], requests, self.policy, prefill_block)
         pairs = zip(prompts, questions, requests, strict=True)
         self.rows = [Row(ids, asked, params.tokenizer, own) for ids, asked, own in pairs]
@@ -508,6 +515,8 @@ class Run:
 
     def chunks(self, size: int) -> Iterator[None]:
         """Sample tokens for all sequences. Yields after every check on the host."""
+        if any(isinstance(row.request.sampler, Constrained) for row in self.rows):
+            size = 1
         if any(row.request.stop for row in self.rows):
             size = min(size, STREAM_STEPS)
         with lost_processes(self.mesh):
@@ -545,6 +554,19 @@ class Run:
             Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats, r.state) for r in self.rows
         ]
 
+    def _check_grammars(self, sampler: Any, count: int) -> None:
+        """Raise `ValueError` unless there is a grammar or None for each prompt, and the rows are on one device."""
+        if not isinstance(sampler, Constrained):
+            return
+        if len(sampler.grammars) != count:
+            raise ValueError(
+                f"sampler has {len(sampler.grammars)} grammars, but there are {count} prompts; give one grammar, or None, for each"
+            )
+        if self.shard.data > 1:
+            raise ValueError(
+                f"sampler has grammars, but the mesh shards the batch over {self.shard.data} devices; give a mesh without 'data'"
+            )
+
     def _check_budgets(self) -> None:
         """Raise `PolicyError` for all prompts that the policy does not support."""
         errors: list[str | None] = []
@@ -567,6 +589,7 @@ class Run:
         }
         for reason, what in (
             (strings, f"stop={_listed(sorted(strings))}, since the cache has tokens beyond a stop string"),
+            (is_own(self.rows[0].request.sampler), "a sampler of one's own"),
             (jax.process_count() > 1, "several processes"),
             (self.params.config.rope_changes_after is not None, "LongRoPE, whose sequences are prefilled again"),
         ):
@@ -601,7 +624,7 @@ class Run:
 
     def runs_continuously(self) -> bool:
         """Whether the prompts run through a running batch, see `kvjax.runtime.many`."""
-        return runs_continuously(self)
+        return not is_own(self.rows[0].request.sampler) and runs_continuously(self)
 
     def groups(self) -> list[list[int]]:
         """Group sequences that can share a batch: they start with the same rotation, and are sampled alike.
@@ -611,8 +634,11 @@ class Run:
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
             alike = dataclasses.replace(row.request, seed=0, sampler=Greedy())
-            numbers = tuple(jax.tree.leaves(jax.tree.map(float, row.request.sampler)))
-            kinds = jax.tree.structure(row.request.sampler)
+            sampler = row.request.sampler
+            numbers = () if is_own(sampler) else tuple(jax.tree.leaves(jax.tree.map(float, sampler)))
+            kinds = None if is_own(sampler) else jax.tree.structure(sampler)
+            if isinstance(sampler, Constrained):  # its rows sample at the same steps
+                numbers = (len(row.read_next),)
             ropes = self.params.config.resolve_ropes(self._given(row))
             groups.setdefault((ropes, alike, kinds, numbers), []).append(i)
         size = self.batch_rows or len(self.rows)
@@ -668,13 +694,19 @@ class Run:
             Row(last.read_first[:1], last.read_next[:1], None, last.request, stop_reason="length") for _ in range(idle)
         ]
         prompts, seeds = [row.read_first for row in rows], [row.request.seed for row in rows]
-        how = (
-            last.request.sampler,
-            last.request.eos,
-        )  # `stop_ids` end sequences on the host, so that they need no other program
+        numbers = [*group, *[None] * idle]
+
+        def how(counts: bool = True) -> tuple[Any, Sequence[int]]:
+            """Sampler and end tokens of the next call. `stop_ids` end sequences on the host, so that they need no other program."""
+            sampler = last.request.sampler
+            if isinstance(sampler, Constrained):
+                asks = [i if counts and row.stop_reason is None else None for i, row in zip(numbers, rows, strict=True)]
+                sampler = sampler.masked(asks, [row.tokens for row in rows], self.params.config.vocab_size)
+            return sampler, last.request.eos
+
         rest, new = [row.read_next for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
-            state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
+            state, first = engine.prefill(prompts, new, seeds, *how(not rest[0]), progress=self.progress)
             tokens = on_host(state.token)
         if not last.again:
             self._count_bytes(engine)
@@ -691,9 +723,9 @@ class Run:
             count = min(size, most - max(sampled, 0))
             with self._timed(engine, "decode_seconds"):
                 if given is None:
-                    state, new, logprobs = engine.decode(state, count, *how)
+                    state, new, logprobs = engine.decode(state, count, *how())
                 else:
-                    state, new, logprobs = engine.answering(state, given, count, *how)()
+                    state, new, logprobs = engine.answering(state, given, count, *how())()
                 done, steps = steps, int(state.steps)
             counts = [steps - done - (0 if given is None else ahead) for ahead in before]
             self._collect(rows, np.asarray(new), np.asarray(logprobs), counts)
