@@ -567,9 +567,9 @@ def _check_endless(engine: Engine, sizes: Mapping[str, int], params: Params) -> 
     if params.config.rope_changes_after is not None:
         reason = "this model's rotation depends on the number of tokens"
     elif positions != {"cache_rank"}:
-        reason = (
-            f"{name} leaves tokens at their positions in the text, which outgrow those that the model was trained on"
-        )
+        some = "cache_rank" in positions
+        which = "some layers, such as those of sliding windows, leave" if some else f"{name} leaves"
+        reason = f"{which} tokens at their positions in the text, which outgrow those that the model was trained on"
     elif shorter.cache_bytes != engine.cache_bytes or shorter.host_cache_bytes != engine.host_cache_bytes:
         reason = f"the cache of {name} grows with the number of tokens"
     if reason is not None:
