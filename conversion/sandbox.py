@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,19 +214,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renderer.after_fork)
 
 
-def render(template: str, values: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
+def render(
+    template: str, values: Mapping[str, Any], now: datetime.datetime | None = None, reads: Sequence[str] = ()
+) -> str:
     """Render a template.
 
     Args:
         template: Jinja source.
         values: variables of the template: text, numbers, lists and dictionaries.
         now: time that the template sees; None uses the clock.
+        reads: variables that the template has to read.
 
     Returns:
         The rendered text.
 
     Raises:
-        ExceededError: the template fails, or exceeds its limits on time, memory or text.
+        ExceededError: the template does not read one of `reads`, fails, or exceeds its limits on time, memory or text.
     """
     if len(template) > SOURCE:
         raise ExceededError(f"it has {len(template)} characters; at most {SOURCE} are allowed")
@@ -235,6 +238,7 @@ def render(template: str, values: Mapping[str, Any], now: datetime.datetime | No
     request = {
         "template": template,
         "values": dict(values),
+        "reads": list(reads),
         "now": None if now is None else now.isoformat(),
         "most": most,
         "seconds": seconds,

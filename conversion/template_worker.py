@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -84,6 +85,13 @@ def compiled(source: str) -> jinja2.Template:
     return environment().from_string(source)
 
 
+@functools.lru_cache(maxsize=8)
+def variables(source: str) -> list[str]:
+    """Names of the variables that a template reads from its arguments."""
+    made = environment()
+    return sorted(jinja2.meta.find_undeclared_variables(made.parse(source)) - set(made.globals))
+
+
 def answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
     """Render a request's template and return the kind of the reply and the reply."""
     global now
@@ -91,6 +99,9 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
         _limit(request["memory"], request["seconds"])
         fixed = request["now"]
         now = datetime.datetime.now if fixed is None else lambda: datetime.datetime.fromisoformat(fixed)
+        read = variables(request["template"]) if request["reads"] else []
+        if unread := [name for name in request["reads"] if name not in read]:
+            return REFUSED, f"it does not read {unread[0]!r}; it reads {', '.join(read)}"[:2000].encode()
         text = compiled(request["template"]).render(request["values"])
         if len(text) > request["most"]:
             return REFUSED, b"it makes %d characters; at most %d are allowed" % (len(text), request["most"])

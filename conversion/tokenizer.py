@@ -46,9 +46,10 @@ class Tokenizer:
         chat_template: the model's Jinja template, if any.
         special: texts of the special tokens that templates refer to, by name (``bos_token`` …).
         now: time for chat templates that write the date; None uses the clock.
+        chat_arguments: other arguments of the chat template by name, see `for_chat`.
 
     Attributes:
-        eos, bos, chat_template, special, now: as passed.
+        eos, bos, chat_template, special, now, chat_arguments: as passed.
         vocab_size: number of ids in the vocabulary, including special tokens.
     """
 
@@ -61,6 +62,7 @@ class Tokenizer:
         chat_template: str | None = None,
         special: Mapping[str, str] | None = None,
         now: datetime.datetime | None = None,
+        chat_arguments: Mapping[Any, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.eos = tuple(eos)
@@ -68,6 +70,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.special = dict(special or {})
         self.now = now
+        self.chat_arguments = chat.checked_arguments(chat_arguments)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -152,8 +155,27 @@ class Tokenizer:
         """
         if not isinstance(now, datetime.datetime | None):
             raise ValueError(f"now={shortened(now)}; give a datetime.datetime, or None for the time of the clock")
-        kept = {name: getattr(self, name) for name in ("eos", "bos", "chat_template", "special")}
-        return Tokenizer(self.backend, **kept, now=now)
+        return self._with(now=now)
+
+    def for_chat(self, arguments: Mapping[Any, Any] | None) -> "Tokenizer":
+        """Copy of the tokenizer whose chat template gets these arguments.
+
+        Args:
+            arguments: values by name, as keywords of transformers' `apply_chat_template`: `tools` (a list of JSON
+                schemas), `documents` (a list of dictionaries), and any other variable that the template reads, such as
+                `enable_thinking` or `date_string`. They replace earlier ones; None is none.
+
+        Raises:
+            ValueError: an argument has the wrong type. A template that does not read one raises when it is rendered.
+
+        Example:
+            >>> ids = params.tokenizer.for_chat({"enable_thinking": False}).chat(messages)
+        """
+        return self._with(chat_arguments=arguments)
+
+    def _with(self, **changes: Any) -> "Tokenizer":
+        names = ("eos", "bos", "chat_template", "special", "now", "chat_arguments")
+        return Tokenizer(self.backend, **{name: getattr(self, name) for name in names} | changes)
 
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` so that transformers can read them."""
@@ -184,27 +206,54 @@ class Tokenizer:
         """Convert token ids to text, without special tokens unless `skip_special` is False."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template.
 
         Args:
-            messages: one ``{"role": …, "content": …}`` per message.
+            messages: one ``{"role": …, "content": …}`` per message. The content is text, or a list of parts
+                ``{"type": "text", "text": …}``.
             add_generation_prompt: whether to end with the opening of the assistant's answer.
+            continue_final_message: whether to end with the text of the last message, which the model then continues. No
+                answer is opened.
 
         Raises:
-            ValueError: the model has no template, or the template rejects the messages, fails, or exceeds its limits on
-                time and memory.
+            ValueError: the model has no template, or the template rejects the messages, does not read one of the
+                `chat_arguments`, fails, or exceeds its limits on time and memory.
         """
-        return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt), add_special=False)
+        text = self.render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+        return self.encode(text, add_special=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """Text of a conversation, which `chat` encodes. Arguments and errors as for `chat`."""
         if self.chat_template is None:
             raise ValueError(
                 "this model has no chat template: it was not trained on conversations, or its files do not say how; "
                 "pass the prompt as a string instead of messages"
             )
-        return chat.render(self.chat_template, messages, self.special, add_generation_prompt, self.now)
+        opens = add_generation_prompt and not continue_final_message
+        return chat.render(
+            self.chat_template,
+            messages,
+            self.special,
+            opens,
+            self.now,
+            self.chat_arguments,
+            continue_final_message,
+        )
 
     def decode_after(self, given: Sequence[int], ids: Sequence[int]) -> str:
         """Text that `ids` add to the text of `given`.
@@ -256,6 +305,8 @@ class Tokenizer:
         fields = [self.backend.to_str(), self.eos, self.bos, self.chat_template, sorted(self.special.items())]
         if self.now is not None:
             fields.append(self.now.isoformat())
+        if self.chat_arguments:
+            fields.append(self.chat_arguments)
         return hashlib.sha256(json.dumps(fields).encode()).digest()
 
     def __eq__(self, other: object) -> bool:

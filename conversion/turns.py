@@ -19,7 +19,7 @@ def split(tokenizer: Tokenizer, messages: _Messages, message: int, before: str, 
     Args:
         tokenizer: tokenizer with the chat template.
         messages: the conversation.
-        message: index of the message whose content is replaced.
+        message: index of the message whose content is replaced; of content in parts, the text of the last part.
         before, after: content of the message before and after the place.
 
     Returns:
@@ -42,7 +42,7 @@ def following(tokenizer: Tokenizer, messages: _Messages, message: int, *, add_ge
     Args:
         tokenizer: tokenizer with the chat template.
         messages: the conversation.
-        message: index of the message. Its content has no effect.
+        message: index of the message. Its content has no effect; of content in parts, the text of the last part.
         add_generation_prompt: whether to include the opening of the answer.
 
     Raises:
@@ -125,9 +125,25 @@ def _marker(tokenizer: Tokenizer, messages: _Messages, *texts: str) -> str:
     return next(marker for i in itertools.count() if (marker := f"marker{i}x") not in used)
 
 
-def _with_content(messages: _Messages, message: int, content: str) -> list[Mapping[str, Any]]:
-    changed = [*messages]
-    changed[message] = {**messages[message], "content": content}
+def last_text(message: Mapping[str, Any]) -> str:
+    """A message's content; of content in parts, the text of the last part."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else content[-1]["text"]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """A message's content; parts are joined by line breaks."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _with_content(messages: _Messages, message: int, text: str) -> list[Mapping[str, Any]]:
+    """The messages, with another `last_text` in one of them."""
+    changed, content = [*messages], messages[message].get("content")
+    if content and not isinstance(content, str):
+        changed[message] = {**messages[message], "content": [*content[:-1], {"type": "text", "text": text}]}
+    else:
+        changed[message] = {**messages[message], "content": text}
     return changed
 
 

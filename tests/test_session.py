@@ -80,8 +80,8 @@ def test_questions_are_asked_of_forks(tiny):
         assert [reply.tokens for reply in replies] == [reply.tokens for reply in apart]
     with pytest.raises(ValueError, match="no tokenizer"):
         talk.generate("", 6)
-    with pytest.raises(ValueError, match="9 tokens are more than"):
-        talk.generate(FIRST, ROOM - 8)
+    with pytest.raises(ValueError, match="63 tokens are more than"):
+        talk.generate(FIRST * 7)
     assert (talk.tokens, talk.remaining) == (PROMPT, ROOM)
 
 
@@ -420,32 +420,27 @@ def test_what_say_refuses(talker):
     for message, options, says in (
         (5, {}, r"content of a chat message is 5 \(int\)"),
         ("\ud83d", {}, "half of a surrogate pair"),
-        ("hello", {"max_new_tokens": 41}, "41 tokens are more than the session has room for, 40"),
-        ("hello" * 9, {"max_new_tokens": 20}, "tokens are more than the session has room for, 20"),
+        ([{"type": "image_url"}], {}, "part 1 of a chat message is of type 'image_url'; text alone is read"),
+        ([{"type": "text"}], {}, "part 1 of a chat message is {'type': 'text'}"),
+        ("hello" * 9, {"max_new_tokens": 20}, "tokens are more than the session has room for, 40"),
+        ("hello", {"stop": ""}, "stop=''; give a string"),
         ("hello", {"seed": 0.5}, "seed=0.5"),
     ):
         with pytest.raises(ValueError, match=says):
             talk.chat(message, **options)
     for refused in (
         talk.chat,
+        talk.stream,
         lambda _, **options: talk.generate(**options),
         lambda text, **options: talk.ask([text], **options),
     ):
-        with pytest.raises(
-            ValueError, match=r"stop='x', but a session's answers end only at the model's end tokens; omit stop"
-        ):
-            refused("hello", stop="x")
-        with pytest.raises(
-            TypeError, match=r"stops is not an option of a session's answers|unexpected keyword argument 'stops'"
-        ):
+        with pytest.raises(TypeError, match="stops is not an option of a session's answers"):
             refused("hello", stops="x")
     assert (talk.tokens, talk.messages, talk.remaining) == before
 
 
 def test_what_a_session_refuses(tiny, talker):
     talk = begin(tiny, POLICY)
-    with pytest.raises(ValueError, match="61 tokens are more than the session has room for, 60"):
-        talk.generate(max_new_tokens=61)
     with pytest.raises(ValueError, match="did not begin with chat messages"):
         talk.chat("hello")
     with pytest.raises(ValueError, match="no message of the user's"):
@@ -503,3 +498,147 @@ def test_what_cannot_be_extended(letters):
         kvjax.Session(letters, "a text", prefill_block=4, max_prompt_tokens=5)
     with pytest.raises(kvjax.PolicyError, match="lagkv: chunked prefill is not supported"):
         kvjax.Session(letters, "a text", "lagkv:32,sinks=2,lag=4", prefill_block=4)
+
+
+def test_an_answer_ends_where_the_room_does(tiny):
+    """And a session without room answers nothing, without an error."""
+    talk, whole = begin(tiny, POLICY), begin(tiny, POLICY)
+    want = whole.generate(FIRST, ROOM - 9, ignore_eos=True)
+    got = talk.generate(FIRST, 1000, ignore_eos=True)
+    assert (got, got.stop_reason, len(got.tokens)) == (want, "length", ROOM - 9)
+    assert talk.remaining == 0
+    assert talk.generate() == kvjax.runtime.generation.Reply(None, [], [], "length")
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm:12", "full"])
+def test_an_answer_that_ends_at_a_stop_string(letters, policy):
+    """The session is as one that has read the tokens up to the stop string, and writes on as that one does."""
+    opening = kvjax.Session(letters, "the quick brown fox", policy, max_new_tokens=80)
+    free = opening.fork().generate(" and", 40, ignore_eos=True)
+    stop = free.text[13:15]
+    at = free.text.index(stop)
+    talk = opening.fork()
+    reply = talk.generate(" and", 40, ignore_eos=True, stop=["no such text", stop])
+    assert (reply.text, reply.stop_reason) == (free.text[:at], "stop")
+    assert reply.tokens == free.tokens[: at + 2]
+    assert reply.logprobs == free.logprobs[: at + 2]
+    assert talk.remaining == 80 - 4 - len(reply.tokens)
+    again = opening.fork()
+    again.read(" and")
+    again.read(reply.tokens)
+    assert talk.tokens == again.tokens
+    assert talk.generate(max_new_tokens=20, ignore_eos=True) == again.generate(max_new_tokens=20, ignore_eos=True)
+    # The session's own stop strings hold unless a call has others.
+    stopping = kvjax.Session(letters, "the quick brown fox", policy, max_new_tokens=80, stop=stop)
+    assert stopping.ask([" and"], 40, ignore_eos=True) == [reply]
+    assert stopping.generate(" and", 40, ignore_eos=True, stop=[]) == free
+    with pytest.raises(ValueError, match="stop=5"):
+        kvjax.Session(letters, "the quick", stop=5)
+
+
+def reply_of(pieces):
+    """The joined pieces, how many there were, and the reply."""
+    found = []
+    while True:
+        try:
+            found.append(next(pieces))
+        except StopIteration as end:
+            return "".join(found), len(found), end.value
+
+
+def test_an_answer_piece_by_piece(letters, tiny):
+    opening = kvjax.Session(letters, "the quick brown fox", "streaming_llm:12", max_new_tokens=80)
+    want = opening.fork().generate(" and", 40, ignore_eos=True)
+    talk = opening.fork()
+    text, count, reply = reply_of(talk.stream(" and", 40, ignore_eos=True))
+    assert (text, reply) == (want.text, want)
+    assert count > 3
+    stop = want.text[13:15]
+    stopped = opening.fork().generate(" and", 40, ignore_eos=True, stop=stop)
+    text, _, reply = reply_of(opening.fork().stream(" and", 40, ignore_eos=True, stop=stop))
+    assert (text, reply) == (stopped.text, stopped)
+    # A stream that is left, and one whose session is used otherwise.
+    left = opening.fork()
+    pieces = left.stream(" and", 40, ignore_eos=True)
+    first = next(pieces)
+    assert left.tokens[-len(first) :] == want.tokens[: len(first)]
+    left.generate(max_new_tokens=1)
+    with pytest.raises(RuntimeError, match="used between two pieces of a stream"):
+        next(pieces)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        begin(tiny, POLICY).stream()
+    with pytest.raises(ValueError, match="a question is 5"):  # before the first piece
+        left.stream(5)
+
+
+def test_a_chat_piece_by_piece(talker):
+    opening = kvjax.Session(talker, [{"role": "system", "content": "Be brief."}], max_new_tokens=300)
+    talk = opening.fork()
+    want = talk.chat("hello", 12, ignore_eos=True)
+    other = opening.fork()
+    text, _, reply = reply_of(other.stream("hello", 12, ignore_eos=True))
+    assert (text, reply) == (want.text, want)
+    assert (other.messages, other.tokens) == (talk.messages, talk.tokens)
+
+
+def test_sessions_without_an_end(letters):
+    """More tokens than any size of the policy, in a cache that does not grow: as a session with room for them writes."""
+    options = {"policy": "streaming_llm:12", "max_new_tokens": None}
+    talk = kvjax.Session(letters, "the quick brown fox", **options)
+    some = kvjax.Session(letters, "the quick brown fox", "streaming_llm:12", max_new_tokens=400)
+    held = talk.cache_bytes
+    assert held <= some.cache_bytes
+    for _ in range(3):
+        assert talk.generate(" again", 100, ignore_eos=True) == some.generate(" again", 100, ignore_eos=True)
+    assert talk.cache_bytes == held
+    assert talk.remaining > 2**28
+    kvjax.Session(letters, "the quick brown fox", "treekv:12", max_new_tokens=None).generate(" again", 2)
+    for policy, says in (
+        ("full", "full leaves tokens at their positions in the text"),
+        ("snapkv:12,window=4", "give a number of tokens, or a policy such as streaming_llm or treekv"),
+        ("streaming_llm:0.5", "the cache of streaming_llm grows with the number of tokens"),
+        ("prompt_only(streaming_llm:12)", "without an end, but"),
+    ):
+        with pytest.raises(kvjax.PolicyError, match=says):
+            kvjax.Session(letters, "the quick brown fox", policy, max_new_tokens=None)
+
+
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | length }}\n{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if not (thinking | default(true)) %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_arguments_of_the_template_hold_for_all_turns(talker):
+    params = talker.replace(tokenizer=Tokenizer(talker.tokenizer.backend, eos=(1,), chat_template=THINKING))
+    kwargs = {"thinking": False}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]}]
+    talk = kvjax.Session(params, asked, max_new_tokens=300, chat_template_kwargs=kwargs)
+    first = talk.answer(3, ignore_eos=True).text
+    talk.chat([{"type": "text", "text": "and now?"}], 3, ignore_eos=True)
+    text = params.tokenizer.decode(talk.tokens[:-3], skip_special=False)
+    assert text == (
+        f"<|user|>hi\nthere</s>\n<|assistant|><think></think>{first}</s>\n<|user|>and now?</s>\n<|assistant|><think></think>"
+    )
+    with pytest.raises(ValueError, match=r"does not read 'think'; it reads .*thinking"):
+        kvjax.Session(params, asked, chat_template_kwargs={"think": False})
+    with pytest.raises(ValueError, match=r"chat_template_kwargs are given, but prompt is 'some text'"):
+        kvjax.Session(params, "some text", chat_template_kwargs=kwargs)
+
+
+def test_an_answer_that_was_begun(talker):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    options = {"max_new_tokens": 200, "chat_template_kwargs": {"continue_final_message": True}}
+    talk = kvjax.Session(talker, messages, **options)
+    begun = {"role": "assistant", "content": "Well,"}  # the template strips texts
+    assert talk.messages == [messages[0], begun]
+    reply = talk.answer(5, ignore_eos=True)
+    assert talk.messages == [messages[0], {"role": "assistant", "content": "Well," + reply.text}]
+    options.pop("max_new_tokens")
+    assert reply.tokens == kvjax.generate(talker, messages, max_new_tokens=5, ignore_eos=True, **options).tokens
+    talk.chat("and?", 2, ignore_eos=True)
+    text = talker.tokenizer.decode(talk.tokens[:-2], skip_special=False)
+    assert text == f"<|user|>hi</s>\n<|assistant|>Well,{reply.text}</s>\n<|user|>and?</s>\n<|assistant|>"
+    with pytest.raises(ValueError, match="a session continues only an assistant's message"):
+        kvjax.Session(talker, messages[:1], **options)

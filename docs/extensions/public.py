@@ -34,6 +34,7 @@ MODULES = (
     "kvjax.evals.compare",
     "kvjax.notebooks",
     "kvjax.plots",
+    "kvjax.runtime.beam",
     "kvjax.runtime.inspection",
     "kvjax.runtime.sampling",
 )

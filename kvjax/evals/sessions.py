@@ -45,11 +45,13 @@ def ask(
         prefill_block, mesh: as for `kvjax.Session`.
 
     Raises:
-        ValueError: an example has stop strings, which sessions do not support.
+        ValueError: an example has stop strings. Their tokens would be part of the session's history.
         PolicyError: the policy cannot work with sequences of this length.
     """
     if any(example.stop for example in examples):
-        raise ValueError("questions of a session have stop strings; leave them out, answers there end by themselves")
+        raise ValueError(
+            "questions of a session have stop strings; leave them out, answers there end at the model's end tokens"
+        )
     context, questions, most = plan(form, examples)
     begun = time.perf_counter()
     session = Session(params, context, policy, max_new_tokens=most, prefill_block=prefill_block, mesh=mesh)

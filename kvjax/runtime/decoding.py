@@ -166,6 +166,11 @@ def step(
     return logits, tuple(compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
 
 
+def reordered(state: Any, rows: Int[Array, " B"]) -> Any:
+    """A state, or caches, whose row i is a copy of row `rows[i]`. The first axis of each array is that of the rows."""
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip") if x.ndim else jnp.copy(x), state)
+
+
 def decode_loop(
     policy: Policy,
     specs: Specs,

@@ -546,6 +546,26 @@ class Engine:
         logprobs = jax.nn.log_softmax(self.logits(params, tokens, lengths, following))
         return jnp.take_along_axis(logprobs, jnp.asarray(following)[..., None], axis=-1)[..., 0]
 
+    def reorder(self, state: Decoding, rows: Sequence[int]) -> Decoding:
+        """Copy rows of a state, as beam search does: row i of the result is row `rows[i]`. The state itself remains usable.
+
+        Args:
+            state: the state.
+            rows: one index per row. A row may be copied several times, or left out.
+
+        Raises:
+            ValueError: the state is of another engine, there is not one index per row, an index is out of range, or the
+                engine is on a mesh.
+            RuntimeError: the state has been used up.
+        """
+        self._check(state)
+        order = wholes("rows", rows, self.batch, 0)
+        if max(order) >= self.batch:
+            raise ValueError(f"rows has {max(order)}, but the rows of this engine are 0 to {self.batch - 1}")
+        if self.shard.mesh is not None:
+            raise ValueError("rows are reordered on one device; make the engine without a mesh")
+        return self._own(decoding.reordered(_without_origin(state), jnp.asarray(order, jnp.int32)))
+
     def save(self, state: Decoding) -> Decoding:
         """Copy a state to the host as unsharded NumPy arrays. `resume` restores it on this mesh or another.
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import jax
@@ -32,6 +32,7 @@ from kvjax.runtime.prompts import (
     PromptLike,
     Question,
     asked_in_chats,
+    for_chat,
     is_one,
     question_ids,
     refuse_rows,
@@ -45,10 +46,11 @@ from kvjax.runtime.request import (
     check_request,
     check_requests,
     flag,
+    is_own,
     row_seeds,
 )
 from kvjax.runtime.row import Row, StopReason
-from kvjax.runtime.sampling import Greedy
+from kvjax.runtime.sampling import Constrained, Greedy
 
 BLOCK = 4096
 """Block size in tokens for prompts that would not fit whole."""
@@ -205,8 +207,10 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
     ignore_eos: bool | Sequence[bool] = False,
+    sampler: Any = None,
     question: Question | Sequence[Question] | None = None,
     prefill_block: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     mesh: Mesh | str | None = None,
     progress: Callable[[int, int], Any] | None = None,
     rows: int | None = None,
@@ -225,7 +229,8 @@ def generate(
     Args:
         params: a model from `kvjax.load`.
         prompt: text, token ids or chat messages; or a list of these; or an array of token ids, one row per prompt.
-            Prompts of a list may have different lengths, and each result equals that of the prompt alone.
+            Prompts of a list may have different lengths, and each result equals that of the prompt alone. The content of
+            a message is text, or a list of parts {"type": "text", "text": ...}.
         policy: how the KV cache is compressed: a name (`kvjax policies` lists them) or a `Policy` with hyperparameters.
         budget: cache slots per head: a number of tokens, or a fraction of prompt + new tokens. None uses the policy's
             default. Policies without a budget ignore it, see `GenerationStats.budget_applies`.
@@ -239,6 +244,10 @@ def generate(
         stop: strings at which the text ends; they are not part of it. A special token such as "<|im_end|>" has to be a
             string by itself.
         ignore_eos: whether to continue after end tokens.
+        sampler: one sampler for all prompts, instead of temperature and filters: a function or a callable pytree, as
+            `kvjax.runtime.sampling.Sampler`, which is compiled with the programs, or
+            `kvjax.runtime.sampling.Constrained` for grammars. Prompts of a list then run in batches of `rows` that start
+            and stop together.
         question: text or token ids that follow the prompt, one per prompt of a list. The policy compresses the prompt
             before the question is processed (question-agnostic compression). Question tokens count as new tokens. After
             chat messages, the question is appended to the user's last message, and is processed with the end of that
@@ -249,6 +258,10 @@ def generate(
             tokens and causally to their block. If a block is partial, it is the first. None prefills whole prompts, or
             blocks of `BLOCK` if their keys and values would not fit, see `GenerationStats.prefill_block`. Policies that
             need the whole prompt do not support blocks.
+        chat_template_kwargs: arguments of the chat template by name, as keywords of transformers' `apply_chat_template`:
+            `tools` (a list of JSON schemas), `documents` (a list of dictionaries), `continue_final_message` (the model
+            continues the last message, instead of answering it), and any other variable that the template reads, such
+            as `enable_thinking` or `date_string`. A template that does not read one refuses it.
         mesh: devices to run on, as for `kvjax.Engine`. Load the weights onto it (`kvjax.load(..., mesh=...)`);
             otherwise each call shards them again.
         progress: called after each block of chunked prefill with the number of finished blocks and of all blocks. For
@@ -258,7 +271,7 @@ def generate(
         max_total_tokens: maximum length of a sequence, to which caches are allocated. By default that of the longest.
         return_state: whether each result has the cache that its sequence ended with, copied to the host
             (`Generation.state`), to look at kept positions and to continue from. Not for stop strings (special tokens
-            can be given), offloaded caches, LongRoPE, or several processes.
+            can be given), `sampler`, offloaded caches, LongRoPE, or several processes.
         room: number of further tokens that a returned state can be continued with, at least.
 
     Returns:
@@ -275,9 +288,10 @@ def generate(
     """
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop}
     check: Callable[..., Any] = check_request if is_one(prompt) else check_requests
-    request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos)
+    request = check(params, max_new_tokens, **asked, ignore_eos=ignore_eos, sampler=sampler)
     how: dict[str, Any] = {"mesh": mesh, "progress": progress, "batch_rows": rows, "max_total_tokens": max_total_tokens}
     how |= {"return_state": return_state, "room": room}
+    how["chat_template_kwargs"] = chat_template_kwargs
     return Run(params, prompt, policy, budget, request, question, prefill_block, **how).finish()
 
 
@@ -310,6 +324,7 @@ def iterate(
     asked: dict[str, Any] = dict(options)
     how = {name: asked.pop(name, None) for name in ("prefill_block", "mesh", "progress", "max_total_tokens")}
     how |= {"return_state": asked.pop("return_state", False), "room": asked.pop("room", 0)}
+    how["chat_template_kwargs"] = asked.pop("chat_template_kwargs", None)
     how["batch_rows"] = asked.pop("rows", None)
     request = check_requests(params, max_new_tokens, **asked)
     run = Run(params, prompts, policy, budget, request, question, **how, continuous=True)
@@ -344,6 +359,7 @@ def stream(
     *,
     question: Question | None = None,
     prefill_block: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     mesh: Mesh | str | None = None,
     progress: Callable[[int, int], Any] | None = None,
     **options: Unpack[RequestOptions],
@@ -356,7 +372,7 @@ def stream(
 
     Args:
         params, prompt, policy, budget, max_new_tokens: as for `generate`, for a single prompt.
-        question, prefill_block, mesh, progress: as for `generate`.
+        question, prefill_block, chat_template_kwargs, mesh, progress: as for `generate`.
         options: other options of `generate`.
 
     Raises:
@@ -371,6 +387,7 @@ def stream(
     if params.tokenizer is None:
         raise ValueError("this model has no tokenizer, so there is no text to stream; call generate with token ids")
     how: dict[str, Any] = {"streamed": True, "mesh": mesh, "progress": progress}
+    how["chat_template_kwargs"] = chat_template_kwargs
     return _pieces(Run(params, prompt, policy, budget, request, question, prefill_block, **how))
 
 
@@ -437,6 +454,7 @@ class Run:
         continuous: bool = False,
         return_state: bool = False,
         room: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.params, self.progress = params, progress
         self.batch_rows = None if batch_rows is None else amount("rows", batch_rows)
@@ -450,18 +468,24 @@ class Run:
         if self.prefill_block is not None:  # what can be checked before prompts are tokenised
             for spec in layer_specs(params.config, 1, 64, 64, params.dtype, block=self.prefill_block):
                 check_reads_blocks(self.policy.layer(spec))
-        prompts, self.single = token_ids(params, prompt, one=streamed, longest=longest)
+        chatting, continued = for_chat(params, prompt, chat_template_kwargs)
+        prompts, self.single = token_ids(chatting, prompt, one=streamed, longest=longest, continued=continued)
         questions = [[] for _ in prompts]
         if question is not None:
+            if continued:
+                raise ValueError(
+                    "continue_final_message=True and a question, which starts another answer; omit one of them"
+                )
             questions = question_ids(params, question, None if self.single else len(prompts))
             given = ([prompt], [question]) if self.single else (prompt, question)
-            pairs = asked_in_chats(params, *given, list(zip(prompts, questions, strict=True)))
+            pairs = asked_in_chats(chatting, *given, list(zip(prompts, questions, strict=True)))
             prompts, questions = map(list, zip(*pairs, strict=True))
         requests = request if isinstance(request, list) else _one_each(request, len(prompts))
         if len(requests) != len(prompts):
             raise ValueError(
                 f"options have {len(requests)} values, but there are {len(prompts)} prompts; give one value for all prompts, or one for each"
             )
+        self._check_grammars(requests[0].sampler, len(prompts))
         check_same(self.mesh, [*prompts, *questions], requests, self.policy, prefill_block)
         pairs = zip(prompts, questions, requests, strict=True)
         self.rows = [Row(ids, asked, params.tokenizer, own) for ids, asked, own in pairs]
@@ -491,6 +515,8 @@ class Run:
 
     def chunks(self, size: int) -> Iterator[None]:
         """Sample tokens for all sequences. Yields after every check on the host."""
+        if any(isinstance(row.request.sampler, Constrained) for row in self.rows):
+            size = 1
         if any(row.request.stop for row in self.rows):
             size = min(size, STREAM_STEPS)
         with lost_processes(self.mesh):
@@ -528,6 +554,19 @@ class Run:
             Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats, r.state) for r in self.rows
         ]
 
+    def _check_grammars(self, sampler: Any, count: int) -> None:
+        """Raise `ValueError` unless there is a grammar or None for each prompt, and the rows are on one device."""
+        if not isinstance(sampler, Constrained):
+            return
+        if len(sampler.grammars) != count:
+            raise ValueError(
+                f"sampler has {len(sampler.grammars)} grammars, but there are {count} prompts; give one grammar, or None, for each"
+            )
+        if self.shard.data > 1:
+            raise ValueError(
+                f"sampler has grammars, but the mesh shards the batch over {self.shard.data} devices; give a mesh without 'data'"
+            )
+
     def _check_budgets(self) -> None:
         """Raise `PolicyError` for all prompts that the policy does not support."""
         errors: list[str | None] = []
@@ -550,6 +589,7 @@ class Run:
         }
         for reason, what in (
             (strings, f"stop={_listed(sorted(strings))}, since the cache has tokens beyond a stop string"),
+            (is_own(self.rows[0].request.sampler), "a sampler of one's own"),
             (jax.process_count() > 1, "several processes"),
             (self.params.config.rope_changes_after is not None, "LongRoPE, whose sequences are prefilled again"),
         ):
@@ -584,7 +624,7 @@ class Run:
 
     def runs_continuously(self) -> bool:
         """Whether the prompts run through a running batch, see `kvjax.runtime.many`."""
-        return runs_continuously(self)
+        return not is_own(self.rows[0].request.sampler) and runs_continuously(self)
 
     def groups(self) -> list[list[int]]:
         """Group sequences that can share a batch: they start with the same rotation, and are sampled alike.
@@ -594,8 +634,11 @@ class Run:
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
             alike = dataclasses.replace(row.request, seed=0, sampler=Greedy())
-            numbers = tuple(jax.tree.leaves(jax.tree.map(float, row.request.sampler)))
-            kinds = jax.tree.structure(row.request.sampler)
+            sampler = row.request.sampler
+            numbers = () if is_own(sampler) else tuple(jax.tree.leaves(jax.tree.map(float, sampler)))
+            kinds = None if is_own(sampler) else jax.tree.structure(sampler)
+            if isinstance(sampler, Constrained):  # its rows sample at the same steps
+                numbers = (len(row.read_next),)
             ropes = self.params.config.resolve_ropes(self._given(row))
             groups.setdefault((ropes, alike, kinds, numbers), []).append(i)
         size = self.batch_rows or len(self.rows)
@@ -651,13 +694,19 @@ class Run:
             Row(last.read_first[:1], last.read_next[:1], None, last.request, stop_reason="length") for _ in range(idle)
         ]
         prompts, seeds = [row.read_first for row in rows], [row.request.seed for row in rows]
-        how = (
-            last.request.sampler,
-            last.request.eos,
-        )  # `stop_ids` end sequences on the host, so that they need no other program
+        numbers = [*group, *[None] * idle]
+
+        def how(counts: bool = True) -> tuple[Any, Sequence[int]]:
+            """Sampler and end tokens of the next call. `stop_ids` end sequences on the host, so that they need no other program."""
+            sampler = last.request.sampler
+            if isinstance(sampler, Constrained):
+                asks = [i if counts and row.stop_reason is None else None for i, row in zip(numbers, rows, strict=True)]
+                sampler = sampler.masked(asks, [row.tokens for row in rows], self.params.config.vocab_size)
+            return sampler, last.request.eos
+
         rest, new = [row.read_next for row in rows], [self._new_tokens(row) for row in rows]
         with self._timed(engine, "prefill_seconds"):
-            state, first = engine.prefill(prompts, new, seeds, *how, progress=self.progress)
+            state, first = engine.prefill(prompts, new, seeds, *how(not rest[0]), progress=self.progress)
             tokens = on_host(state.token)
         if not last.again:
             self._count_bytes(engine)
@@ -674,9 +723,9 @@ class Run:
             count = min(size, most - max(sampled, 0))
             with self._timed(engine, "decode_seconds"):
                 if given is None:
-                    state, new, logprobs = engine.decode(state, count, *how)
+                    state, new, logprobs = engine.decode(state, count, *how())
                 else:
-                    state, new, logprobs = engine.answering(state, given, count, *how)()
+                    state, new, logprobs = engine.answering(state, given, count, *how())()
                 done, steps = steps, int(state.steps)
             counts = [steps - done - (0 if given is None else ahead) for ahead in before]
             self._collect(rows, np.asarray(new), np.asarray(logprobs), counts)

@@ -111,7 +111,7 @@ class KeptState:
             params: the model that the state is of.
             max_new_tokens: maximum number of tokens to sample.
             given: token ids that follow `next_token` before any is sampled.
-            options: sampling options of `kvjax.generate`, without `stop`.
+            options: sampling options of `kvjax.generate`, without `stop` and `sampler`.
 
         Returns:
             The new tokens, and the state after them.
@@ -121,6 +121,8 @@ class KeptState:
         """
         if options.get("stop"):
             raise ValueError("stop strings are not supported here; cut the text yourself, or use kvjax.Session")
+        if options.get("sampler") is not None:
+            raise ValueError("sampler is not supported here; give temperature and filters, or use kvjax.generate")
         request = check_request(params, max_new_tokens, **options)
         check_ids([list(given)], 1, len(given), params.config.vocab_size, "given row", least=0)
         first = [self.next_token, *map(int, given)]

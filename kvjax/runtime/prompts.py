@@ -1,12 +1,13 @@
 """Validates and tokenises prompts: text, token ids, chat messages, or lists of these."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
-from kvjax._util.arguments import plain, shown
+from kvjax._util.arguments import plain, short, shown
 from kvjax.conversion import turns
 from kvjax.models import Params
 from kvjax.runtime.token_ids import TokenIds
@@ -26,8 +27,38 @@ TOLD = 8
 """Number of different errors that are reported in full. For further errors, only the rows are listed."""
 
 
+def for_chat(params: Params, prompt: Any, arguments: Any) -> tuple[Params, bool]:
+    """Give a model's chat template its arguments.
+
+    Args:
+        params: the model.
+        prompt: what is to be rendered.
+        arguments: `chat_template_kwargs` as passed by the user; None for none.
+
+    Returns:
+        The model with a tokenizer whose template gets the arguments, and whether the last message is to be continued.
+
+    Raises:
+        ValueError: an argument has the wrong type, or the prompt has no chat messages.
+    """
+    if arguments is None:
+        return params, False
+    given = dict(arguments) if isinstance(arguments, Mapping) else arguments
+    continued = given.pop("continue_final_message", False) if isinstance(given, dict) else False
+    if not isinstance(continued, bool):
+        raise ValueError(f"continue_final_message={short(continued)}; give True or False")
+    if params.tokenizer is None:
+        raise ValueError("chat_template_kwargs are given, but this model has no tokenizer; omit them")
+    tokenizer = params.tokenizer.for_chat(given)
+    if "chat" not in map(_kind, [prompt, *([] if _kind(prompt) else _listed(prompt))]):
+        raise ValueError(
+            f"chat_template_kwargs are given, but prompt is {shown(prompt)}; give chat messages, or omit them"
+        )
+    return dataclasses.replace(params, tokenizer=tokenizer), continued
+
+
 def token_ids(
-    params: Params, prompt: Any, *, one: bool = False, longest: int | None = None
+    params: Params, prompt: Any, *, one: bool = False, longest: int | None = None, continued: bool = False
 ) -> tuple[list[Sequence[int]], bool]:
     """Convert prompts to token ids. Also returns whether a single prompt was given instead of a list.
 
@@ -38,6 +69,7 @@ def token_ids(
         prompt: a prompt, or a list of prompts.
         one: whether to refuse a list.
         longest: maximum number of tokens of a prompt.
+        continued: whether chats end with the text of their last message, which the model continues.
 
     Raises:
         ValueError: a prompt is empty, of an unknown kind or too long, has an invalid token id, or is text or a chat and
@@ -45,7 +77,7 @@ def token_ids(
     """
     kind = _kind(prompt)
     if kind is not None:
-        return [_ids(params, prompt, kind, longest=longest)], True
+        return [_ids(params, prompt, kind, longest=longest, continued=continued)], True
     rows = _listed(prompt)
     if not rows:
         raise ValueError(
@@ -54,7 +86,8 @@ def token_ids(
     kinds: list[Kind | None] = [_kind(row) for row in rows]
     if one and None not in kinds:
         raise ValueError(f"prompt is a list of {len(rows)}; give one prompt (generate takes several)")
-    return _all_ids(params, "prompt", rows, kinds, "text, token ids or chat messages", longest=longest), False
+    options = {"longest": longest, "continued": continued}
+    return _all_ids(params, "prompt", rows, kinds, "text, token ids or chat messages", **options), False
 
 
 def is_one(prompt: Any) -> bool:
@@ -197,7 +230,7 @@ def _asked(
     tokenizer, messages = params.tokenizer, list(messages)
     if messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": ""})
-    said, text = messages[-1]["content"] or "", question if isinstance(question, str) else ""
+    said, text = turns.last_text(messages[-1]), question if isinstance(question, str) else ""
     # Templates strip whitespace around messages, but not between the message and the question's tokens.
     before, after = turns.split(tokenizer, messages, len(messages) - 1, said, text)
     after = tokenizer.encode(after, add_special=False)
@@ -214,10 +247,27 @@ def check_message(message: Any) -> None:
     content = message.get("content")
     if isinstance(content, str):
         _check_text(content)
+    elif isinstance(content, list | tuple) and content:
+        for i, part in enumerate(content):
+            _check_part(i + 1, part)
     elif content is not None or not message.get("tool_calls"):
         raise ValueError(
-            f'the content of a chat message is {shown(content)}; give {{"role": ..., "content": ...}}, the content as text'
+            f'the content of a chat message is {shown(content)}; give {{"role": ..., "content": ...}}, the content as text, or as a list of '
+            f"{_PART}"
         )
+
+
+_PART = '{"type": "text", "text": ...}'
+"""A part of a message's content."""
+
+
+def _check_part(number: int, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"part {number} of a chat message is of type {short(kind)}; text alone is read, as {_PART}")
+    if kind is None or not isinstance(part.get("text"), str):
+        raise ValueError(f"part {number} of a chat message is {shown(part)}; give {_PART}")
+    _check_text(part["text"])
 
 
 def check_messages(messages: Sequence[Any], name: str) -> None:
@@ -276,7 +326,14 @@ def _hint(value: Any) -> str:
     return "; put them in a list" if isinstance(value, Iterator) else ""
 
 
-def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False, longest: int | None = None) -> Sequence[int]:
+def _ids(
+    params: Params,
+    prompt: Any,
+    kind: Kind,
+    follows: bool = False,
+    longest: int | None = None,
+    continued: bool = False,
+) -> Sequence[int]:
     what = "question" if follows else "prompt"
     if kind == "ids":
         ids = _as_array(prompt)
@@ -287,7 +344,7 @@ def _ids(params: Params, prompt: Any, kind: Kind, follows: bool = False, longest
     elif kind == "chat":
         for message in prompt:
             check_message(message)
-        ids = params.tokenizer.chat(prompt)
+        ids = params.tokenizer.chat(prompt, continue_final_message=continued)
     else:
         _check_text(prompt)
         ids = params.tokenizer.encode(prompt, add_special=not follows)

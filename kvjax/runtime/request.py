@@ -1,17 +1,18 @@
 """Options of a continuation, validated in one place for `generate`, `stream`, sessions and servers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, plain, short, shown, whole
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
-from kvjax.runtime.sampling import Greedy, Sampling, make_sampler
+from kvjax.runtime.sampling import Constrained, Greedy, Sampling, make_sampler
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -25,16 +26,24 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
 
 
+class SessionOptions(SamplingOptions, total=False):
+    """Options of a session's answers."""
+
+    stop: str | Sequence[str] | None
+
+
 class RequestOptions(SamplingOptions, total=False):
     """Options of `kvjax.stream`."""
 
     stop: str | Sequence[str]
+    sampler: Any
 
 
 class GenerateOptions(RequestOptions, total=False):
     """Options of `kvjax.generate`."""
 
     prefill_block: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
     mesh: Mesh | str | None
     progress: Callable[[int, int], Any] | None
     return_state: bool
@@ -51,7 +60,9 @@ class ListOptions(TypedDict, total=False):
     seed: int | Sequence[int]
     ignore_eos: bool | Sequence[bool]
     stop: str | Sequence[str] | Sequence[Sequence[str]]
+    sampler: Any
     prefill_block: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
     mesh: Mesh | str | None
     progress: Callable[[int, int], Any] | None
     rows: int | None
@@ -74,7 +85,7 @@ class Request:
     """
 
     max_new_tokens: int
-    sampler: Greedy | Sampling
+    sampler: Any
     seed: int
     stop: tuple[str, ...]
     eos: tuple[int, ...]
@@ -96,6 +107,7 @@ def check_request(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    sampler: Any = None,
 ) -> Request:
     """Validate the options of `kvjax.generate`. Numbers may be from NumPy or JAX.
 
@@ -112,12 +124,69 @@ def check_request(
         )
     return Request(
         max_new_tokens=amount("max_new_tokens", max_new_tokens),
-        sampler=make_sampler(temperature, top_k, top_p, min_p),
+        sampler=_sampler(params, sampler, temperature, top_k, top_p, min_p),
         seed=whole("seed", seed) % 2**32,
         stop=tuple(strings),
         eos=() if flag("ignore_eos", ignore_eos) else params.config.eos,
         stop_ids=() if params.tokenizer is None else _stop_ids(params.tokenizer, strings),
     )
+
+
+def _sampler(params: Params, sampler: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+    made = make_sampler(temperature, top_k, top_p, min_p)
+    if sampler is None:
+        return made
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+        if value is not None and value != 0:
+            raise ValueError(
+                f"sampler and {name}={short(value)} are given; omit {name}, and let the sampler apply it, such as "
+                "sampler=make_sampler(temperature=0.7) of kvjax.runtime.sampling"
+            )
+    return check_sampler(sampler, params.config.vocab_size)
+
+
+def check_sampler(sampler: Any, vocabulary: int) -> Any:
+    """Validate a sampler of one's own. A function that is no pytree becomes one.
+
+    Args:
+        sampler: called as `Sampler`, or `Constrained`.
+        vocabulary: number of logits.
+
+    Raises:
+        ValueError: the sampler is no such thing, or does not return one token id per row.
+    """
+    if isinstance(sampler, Constrained):
+        return dataclasses.replace(sampler, sampler=check_sampler(sampler.sampler, vocabulary))
+    if not callable(sampler):
+        raise ValueError(
+            f"sampler is {shown(sampler)}; give one sampler for all prompts: a function, or a pytree that is callable, of (logits, seed, pos)"
+        )
+    leaves = jax.tree.leaves(sampler)
+    if any(leaf is sampler for leaf in leaves):
+        sampler, leaves = jax.tree_util.Partial(sampler), []
+    if strange := [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)]:
+        raise ValueError(
+            f"sampler has {shown(strange[0])} among its leaves; give arrays and numbers, and mark other fields as static"
+        )
+    sampler = jax.tree.map(jnp.asarray, sampler)
+    shape = jax.ShapeDtypeStruct
+    row = shape((1, vocabulary), jnp.float32), shape((1,), jnp.uint32), shape((1,), jnp.int32)
+    try:
+        found = jax.eval_shape(sampler, *row)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"sampler cannot be called with logits of one row, [1, {vocabulary}], seed [1] and pos [1] ({error}); give one sampler for all "
+            "prompts, whose arrays do not have one number per row"
+        ) from error
+    if not hasattr(found, "shape") or found.shape != (1,) or found.dtype != jnp.int32:
+        said = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else shown(found)
+        raise ValueError(f"sampler returned {said} for one row of logits; return one token id per row, int32")
+    return sampler
+
+
+def is_own(sampler: Any) -> bool:
+    """Whether a sampler is the user's, instead of one of numbers, which may differ between the rows of a batch."""
+    return type(sampler) not in (Greedy, Sampling) or getattr(sampler, "scaled", False)
 
 
 def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Request | list[Request]":
@@ -127,6 +196,8 @@ def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Requ
         ValueError: as `check_request`, or lists have different lengths. For lists, the message names the prompt.
     """
     options["max_new_tokens"] = max_new_tokens
+    if options.get("sampler") is not None:
+        options["sampler"] = check_sampler(options["sampler"], params.config.vocab_size)
     lists = {name: list(value) for name, value in options.items() if _is_list(name, value)}
     if not lists:
         return check_request(params, **options)
@@ -149,6 +220,8 @@ def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Requ
 
 
 def _is_list(name: str, value: Any) -> bool:
+    if name == "sampler":
+        return False
     if name == "stop":
         texts = isinstance(value, list | tuple) and all(isinstance(each, str | list | tuple) for each in value)
         return texts and any(not isinstance(each, str) for each in value)

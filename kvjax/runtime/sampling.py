@@ -4,11 +4,14 @@ A sampler is a small pytree whose numbers are leaves, so another temperature doe
 that is None is not part of the program.
 """
 
-from typing import Protocol
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax._util.arguments import number, whole
@@ -76,6 +79,82 @@ class Sampling:
         """Logits divided by the temperature; unchanged in greedy rows."""
         temperature = jnp.broadcast_to(self.temperature, logits.shape[:1])
         return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+@flax.struct.dataclass
+class Masked:
+    """Sample from the tokens that a bitmask allows.
+
+    The bitmask is an argument of the program. A row whose bits are all set samples as without a bitmask, bit for bit.
+
+    Attributes:
+        sampler: samples from the allowed tokens; the logits of the others are -inf.
+        allowed: bit i of number j of a row tells whether token 32 j + i is allowed. W = ceil(V / 32).
+    """
+
+    sampler: Sampler
+    allowed: UInt32[Array, "B W"]
+
+    def __call__(
+        self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        bits = self.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+        allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[-1]] > 0
+        return self.sampler(jnp.where(allowed, logits, -jnp.inf), seed, pos)
+
+
+Grammar = Callable[[Sequence[int]], Any]
+"""Returns the tokens that may follow those that a row has sampled so far, as bits: whole numbers of 32 bits, as `Masked.allowed`. Missing numbers at the end are 0. It is called once before each token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constrained:
+    """Restrict the tokens of each prompt by a grammar, which runs on the host between two steps.
+
+    Each decode call is then a single step. `kvjax.generate` passes the bits to its programs, see `Masked`.
+
+    Attributes:
+        grammars: one per prompt; None for prompts without.
+        sampler: samples from the allowed tokens.
+    """
+
+    grammars: Sequence[Grammar | None]
+    sampler: Any = Greedy()  # noqa: RUF009 - has no fields
+
+    def masked(self, numbers: Sequence[int | None], tokens: Sequence[Sequence[int]], vocabulary: int) -> Masked:
+        """The sampler of the next step.
+
+        Args:
+            numbers: index of each row's prompt; None for a row that samples nothing that counts.
+            tokens: what each row has sampled so far.
+            vocabulary: V.
+
+        Raises:
+            ValueError: a grammar returned something else than bits, or allows no token of the vocabulary.
+        """
+        width = -(-vocabulary // 32)
+        bits = np.full((len(numbers), width), 0xFFFFFFFF, np.uint32)
+        for row, i, sampled in zip(bits, numbers, tokens, strict=True):
+            grammar = None if i is None else self.grammars[i]
+            if grammar is not None:
+                row[:] = _bits(grammar(sampled), width, vocabulary, f"the grammar of prompt {i}")
+        return Masked(self.sampler, jnp.asarray(bits))
+
+
+def _bits(given: Any, width: int, vocabulary: int, name: str) -> np.ndarray:
+    found = np.asarray(given)
+    if found.ndim != 1 or str(found.dtype) not in ("uint32", "int32") or len(found) > width:
+        raise ValueError(
+            f"{name} returned {found.dtype}{list(found.shape)}; return up to {width} numbers of 32 bits, uint32 or int32, "
+            "with one bit per token"
+        )
+    bits = np.zeros(width, np.uint32)
+    bits[: len(found)] = found.view(np.uint32)
+    if vocabulary % 32:
+        bits[-1] &= np.uint32((1 << vocabulary % 32) - 1)
+    if not bits.any():
+        raise ValueError(f"{name} allows no token; let a finished text go on with the model's end tokens")
+    return bits
 
 
 def make_sampler(

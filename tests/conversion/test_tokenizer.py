@@ -260,6 +260,82 @@ def test_chat_equals_transformers(tmp_path: Path, prompt: bool) -> None:
     assert small(chat_template=FIELDS).render(strange) == theirs.apply_chat_template(strange, tokenize=False)
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "now",
+        "description": "The time, <now> & here.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": " are you?"}]}]
+READS_PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}</s>\n{% endfor %}"
+    "{% for d in documents or [] %}{{ d.title }}{% endfor %}"
+)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "qwen3", "parts"])
+def test_template_arguments_equal_transformers(tmp_path: Path, name: str) -> None:
+    """Tools, documents, thinking, the date, messages in parts, and messages to continue."""
+    transformers = pytest.importorskip("transformers")
+    file = Path(__file__).parent / "templates" / f"{name}.jinja"
+    source = READS_PARTS if name == "parts" else file.read_text()
+    tokenizer = small(chat_template=source, special={"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    user = [{"role": "user", "content": "Who are you?"}]
+    begun = [*user, {"role": "assistant", "content": "I am "}]
+    cases: list[tuple[list[Any], dict[str, Any]]] = [(begun, {"continue_final_message": True})]
+    if name == "parts":
+        documents = [{"title": "Moby-Dick", "text": "Call me"}]
+        begun_parts = [*user, {"role": "assistant", "content": PARTS[0]["content"]}]
+        cases += [(PARTS, {}), (begun_parts, {"continue_final_message": True}), (user, {"documents": documents})]
+    else:
+        cases += [(user, {"tools": [TOOL]}), (user, {"tools": [TOOL, TOOL]}), (user, {"tools": None})]
+    if name == "llama3":
+        cases.append((user, {"date_string": "1 May 2025"}))
+    if name == "qwen3":
+        cases += [(user, {"enable_thinking": False}), (user, {"enable_thinking": True, "tools": [TOOL]})]
+    for messages, arguments in cases:
+        continued = arguments.get("continue_final_message", False)
+        own = {key: value for key, value in arguments.items() if key != "continue_final_message"}
+        got = tokenizer.for_chat(own).render(messages, continue_final_message=continued)
+        want = theirs.apply_chat_template(messages, add_generation_prompt=not continued, tokenize=False, **arguments)
+        assert got == want
+        assert not continued or got.endswith(("I am ", "I am", "are you?"))
+
+
+def test_parts_of_templates_that_read_text() -> None:
+    """They are joined; a template that reads one part otherwise than its text is taken to read text."""
+    strings = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    assert small(chat_template=strings).render(PARTS) == "Who \n are you?;"
+    assert small(chat_template=READS_PARTS).render(PARTS) == "<|user|>Whoare you?</s>\n"
+
+
+def test_what_template_arguments_refuse() -> None:
+    tokenizer = small(chat_template=TEMPLATE)
+    for arguments, says in (
+        ({"messages": []}, "chat_template_kwargs has 'messages', which the prompt determines"),
+        ({"tools": {"type": "function"}}, "tools is {'type': 'function'}; give a list of JSON schemas"),
+        ({"tools": [len]}, r"tools\[0\] is <built-in function len>; give JSON schemas"),
+        ({"documents": ["text"]}, r"documents\[0\] is 'text'; give dictionaries"),
+        ({1: 2}, "give a dictionary of the template's arguments by name"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            tokenizer.for_chat(arguments)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"it does not read 'tools'; it reads .*messages"):
+        tokenizer.for_chat({"tools": [TOOL]}).render(MESSAGES)
+    with pytest.raises(ValueError, match="the last message has no text to continue"):
+        tokenizer.render([{"role": "assistant", "content": None}], continue_final_message=True)
+    with pytest.raises(ValueError, match="does not repeat the last message unchanged"):
+        small(chat_template="{{ messages[0].content }}").render(MESSAGES, continue_final_message=True)
+    assert tokenizer.for_chat({"x": 1}) != tokenizer
+    assert tokenizer.for_chat({}) == tokenizer
+
+
 def sentencepiece(prefix: bool | None = True) -> Tokenizer:
     """A SentencePiece vocabulary as GGUF describes it: specials, all bytes, some letters and words with scores.
 
