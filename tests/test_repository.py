@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notebooks/README.md")),
     *sorted(
-        page for folder in ("", "start/", "concepts/", "methods/", "howto/") for page in ROOT.glob(f"docs/{folder}*.md")
+        page for folder in ("", "start/", "concepts/", "methods/", "howto/", "claims/") for page in ROOT.glob(f"docs/{folder}*.md")
     ),
 ]
 
