@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notebooks/README.md")),
     *sorted(
-        page for folder in ("", "start/", "concepts/", "methods/", "howto/", "claims/") for page in ROOT.glob(f"docs/{folder}*.md")
+        page
+        for folder in ("", "start/", "concepts/", "methods/", "howto/", "claims/")
+        for page in ROOT.glob(f"docs/{folder}*.md")
     ),
 ]
 
@@ -121,3 +123,22 @@ def test_the_public_address_stands_in_one_place() -> None:
     }
     notebooks = {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")}
     assert having == {"pyproject.toml", "CITATION.cff", "notebooks/README.md", *notebooks}
+
+
+def test_references_are_those_of_the_policies() -> None:
+    """Each entry of references.bib has the address on its method's page, and the title, first author and year of the policy."""
+    text = (ROOT / "docs/references.bib").read_text(encoding="utf-8")
+    entries = re.findall(r"^@\w+\{(\w+),\n(.*?)^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(entries) == text.count("\n@") >= 20
+    for name, body in entries:
+        fields = dict(re.findall(r"^  (\w+) = \{(.*)\},$", body, flags=re.MULTILINE))
+        written = yaml.safe_load((ROOT / f"docs/methods/{name}.md").read_text(encoding="utf-8").split("---\n", 2)[1])
+        assert fields["url"] == written["paper"]
+        if "eprint" in fields:
+            assert fields["url"] == f"https://arxiv.org/abs/{fields['eprint']}"
+        authors, year, title = re.fullmatch(
+            r"(.+?) (\d{4}), (.+)", kvjax.policies.policies()[name].about.paper
+        ).groups()
+        assert (fields["title"], fields["year"]) == (title, year)
+        assert fields["author"].split(" and ")[0].endswith(authors.removesuffix(" et al."))
+        assert "others" not in fields["author"]
