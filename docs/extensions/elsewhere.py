@@ -14,13 +14,15 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
 COPIES = {
-    "project/overview.md": "README.md",
     "project/changelog.md": "CHANGELOG.md",
     "project/contributing.md": "CONTRIBUTING.md",
     "notebooks/index.md": "notebooks/README.md",
     **{f"notebooks/{path.name}": f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))},
 }
 """Files by where the site has them."""
+
+ADDRESS = "REPOSITORY_URL"
+"""Stands on pages for the repository's address, which pyproject.toml has."""
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#|/)([^()\s#]+)(#[^()\s]*)?\)")
 
@@ -52,7 +54,7 @@ def relink(app: Sphinx, docname: str, content: list[str]) -> None:
         kind = "tree" if path.is_dir() else "blob"
         return f"]({app.config.html_theme_options['repository_url']}/{kind}/main/{name}{anchor})"
 
-    content[0] = _LINK.sub(rewritten, content[0])
+    content[0] = _LINK.sub(rewritten, content[0]).replace(ADDRESS, app.config.html_theme_options["repository_url"])
     if docname == "notebooks/index":
         content[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 

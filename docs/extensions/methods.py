@@ -292,7 +292,7 @@ class Methods(Directive):
             lines.append(
                 f"| [`{name}`](/methods/{name}.md) | {method} | {cls.about.summary} | {IN_SHORT[cls.about.memory]} |"
             )
-        return _parsed(self, "\n".join(lines))
+        return parsed(self, "\n".join(lines))
 
 
 class Blocks(Directive):
@@ -304,19 +304,21 @@ class Blocks(Directive):
             names[page(name)[0].get("blocks", WHOLE)].append(f"[`{name}`](/methods/{name}.md)")
         rows = sorted(names.items(), key=lambda row: (row[0] == WHOLE, -len(row[1])))
         lines = ["| policy | selects after each block by |", "| --- | --- |"]
-        return _parsed(self, "\n".join(lines + [f"| {', '.join(group)} | {how} |" for how, group in rows]))
+        return parsed(self, "\n".join(lines + [f"| {', '.join(group)} | {how} |" for how, group in rows]))
 
 
 class Measured(Directive):
-    """A table of `reproduction.tables`, by the name of its function."""
+    """A table of `reproduction.tables` or `benchmarks.tables`, by the name of its function."""
 
     required_arguments = 1
 
     def run(self) -> list[Any]:
-        return _parsed(self, getattr(tables, self.arguments[0])())
+        name = self.arguments[0]
+        return parsed(self, getattr(tables if hasattr(tables, name) else speed_tables, name)())
 
 
-def _parsed(directive: Directive, text: str) -> list[Any]:
+def parsed(directive: Directive, text: str) -> list[Any]:
+    """The nodes of a directive's text."""
     node = nodes.container()
     directive.state.nested_parse(text.splitlines(), directive.content_offset, node)
     return node.children
