@@ -36,6 +36,7 @@ extensions = [
     "extensions.methods",
     "extensions.provenance",
     "extensions.public",
+    "extensions.support",
     "extensions.typography",
 ]
 exclude_patterns = ["extensions", "_templates", "_build", "jupyter_execute"]
