@@ -22,7 +22,7 @@ COPIES = {
 """Files by where the site has them."""
 
 ADDRESS = "REPOSITORY_URL"
-"""Stands on pages for the repository's address, which pyproject.toml has."""
+"""Placeholder on pages for the repository's address, which pyproject.toml has."""
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#|/)([^()\s#]+)(#[^()\s]*)?\)")
 
@@ -36,7 +36,7 @@ def copy(app: Sphinx) -> None:
 
 
 def relink(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Rewrite links in a page's source as they stand in the file that it was copied from."""
+    """Rewrite links in a page's source. They are relative to the file that it was copied from."""
     file = Path(app.env.doc2path(docname)).relative_to(app.srcdir).as_posix()
     folder = (ROOT / COPIES.get(file, f"docs/{file}")).parent
     pages = {original: f"/{page}" for page, original in COPIES.items()}
@@ -45,7 +45,7 @@ def relink(app: Sphinx, docname: str, content: list[str]) -> None:
         target, anchor = match[1], match[2] or ""
         path = Path(os.path.normpath(folder / target))
         if not path.is_relative_to(ROOT) or not path.exists():
-            return match[0]  # Sphinx says what is wrong with it
+            return match[0]  # Sphinx reports it
         name = path.relative_to(ROOT).as_posix()
         if name in pages:
             return f"]({pages[name]}{anchor})"

@@ -1,4 +1,4 @@
-"""The table of which policies support what, made by asking the layers of each policy."""
+"""The support matrix of policies, generated from their layers."""
 
 from collections.abc import Callable
 from typing import Any
