@@ -117,7 +117,7 @@ def published() -> str:
                 ratio = 1 / ratio if measure == "tokens_per_s" else ratio
                 about = f"batch {' and '.join(map(str, sorted(most)))}"
                 if measure == "tpot_ms":
-                    about += f"; floors {found[0]['floor_ms'] / found[1]['floor_ms']:.2f}"
+                    about += f"; bounds {found[0]['floor_ms'] / found[1]['floor_ms']:.2f}"
                 cells.append(f"{ratio:.2f} ({about})")
         lines.append([method, what, paper, ", ".join(cells) or "not measured"])
 
@@ -144,7 +144,17 @@ def _first(rows: Sequence[Row], name: str, context: int, batch: Any, measure: st
 
 def long_texts() -> str:
     """Speed and memory of chunked prefill of long texts, one row per policy."""
-    heads = ["policy", "read", "seconds", "by arithmetic", "tokens/s", "cache", "reading", "most in use", "full cache"]
+    heads = [
+        "policy",
+        "tokens",
+        "seconds",
+        "compute bound",
+        "tokens/s",
+        "cache",
+        "prefill",
+        "peak in use",
+        "full cache",
+    ]
     order, c = list(policies()), PRESETS["llama-3.1-8b"]
     per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2  # keys and values, two bytes each
     lines = []
@@ -179,7 +189,7 @@ def blocks_and_whole() -> str:
         for name in ("64k-full", "64k", "128k")
         for row in rows(f"long-context-{name}-h200.json")
     ]
-    return report.table(["policy", "tokens", "block", "seconds", "most in use"], lines)
+    return report.table(["policy", "tokens", "block", "seconds", "peak in use"], lines)
 
 
 def fits(*names: str) -> str:
@@ -215,13 +225,13 @@ def weights() -> str:
                 f"{row['peak_bytes'] / 1e9:.1f} GB",
             ]
         )
-    heads = ["weights, embedding and head among them", "TTFT, s", "TPOT, ms", "by calls", "floor, ms", "peak"]
+    heads = ["weights, embedding and head included", "TTFT, s", "TPOT, ms", "by calls", "bound, ms", "peak"]
     return report.table(heads, lines)
 
 
 def several_devices() -> str:
     """Decoding over two GPUs, one row per case."""
-    heads = ["shape", "policy", "tokens × rows", "mesh", "TPOT, ms", "tokens/s", "of floor", "cache per device"]
+    heads = ["shape", "policy", "tokens × rows", "mesh", "TPOT, ms", "tokens/s", "of bound", "cache per device"]
     lines = [
         [
             row["shape"],
@@ -249,7 +259,7 @@ PROFILES = {
 _KINDS = {
     "matrices": ("nvjet", "projection", "fused_decode_block"),
     "attention": ("decode_attention", "body_mosaic_gpu_kernel"),
-    "sums over devices": ("nccl",),
+    "all-reduces": ("nccl",),
 }
 """Beginnings of kernels' names, by what the kernels do."""
 
@@ -317,7 +327,7 @@ def rounds() -> str:
         ]
         for row in rows("decode-rounds-h200.json")
     ]
-    return report.table(["policy", "rows", "TPOT, ms", "floor, ms", "of floor", "cache"], lines)
+    return report.table(["policy", "rows", "TPOT, ms", "bound, ms", "of bound", "cache"], lines)
 
 
 def quantized_products() -> str:
@@ -380,7 +390,7 @@ def kernels() -> str:
                 f"{100 * ours['fraction_of_floor']:.0f} %",
             ]
         )
-    return report.table(["operation", "shape", "dtype", "kvjax", "XLA", "other", "of floor"], lines, "lllr")
+    return report.table(["operation", "shape", "dtype", "kvjax", "XLA", "other", "of bound"], lines, "lllr")
 
 
 def _case(context: int, batch: int) -> str:

@@ -36,6 +36,7 @@ extensions = [
     "extensions.methods",
     "extensions.provenance",
     "extensions.public",
+    "extensions.support",
     "extensions.typography",
 ]
 exclude_patterns = ["extensions", "_templates", "_build", "jupyter_execute"]
@@ -49,6 +50,10 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autosummary_generate = True
 autosummary_imported_members = True  # of kvjax.policies.methods, the one module that has a page of its own
+doctest_global_setup = """
+from extensions.tiny import tiny
+params = tiny()
+"""
 doctest_test_doctest_blocks = (
     ""  # pages' examples run; those of docstrings, which need a model, are checked by tests/test_package.py
 )

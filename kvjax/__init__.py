@@ -108,6 +108,8 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted({*_HOMES, *_methods(), *_MODULES})
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     # Modules, which are asked for here before they are imported, have names in small letters.
@@ -120,8 +122,8 @@ def __getattr__(name: str) -> Any:
 
 def _methods() -> list[str]:
     """Names of the classes of policies."""
-    return [name for name in vars(importlib.import_module(".policies.methods", __name__)) if not name.startswith("_")]
+    return [name for name in vars(importlib.import_module(".policies.methods", __name__)) if name[0].isupper()]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_methods(), *_MODULES})
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,10 +1,10 @@
-"""Test the papers' claims about quality on a real model, and write docs/reproduction.md.
+"""Test the papers' claims about quality on a real model, and write docs/reproduction.md and docs/claims/.
 
     python -m reproduction.papers --model MODEL       # every section; writes reproduction/results/reproduction-<model>-<device>.json
     python -m reproduction.papers --model MODEL --seconds 500    # time limit: the next run continues
     python -m reproduction.papers treekv chunkkv      # only these sections; a paper's name means all of its sections
     python -m reproduction.papers treekv --again      # measure them again; continue without --again
-    python -m reproduction.papers --render            # the page again, from the result files of all models
+    python -m reproduction.papers --render            # the pages again, from the result files of all models
     python -m reproduction.papers --small --out small.json    # small sizes, to test that everything runs
 
 `--texts` is a folder with whole books (`books/*.txt`) and a text for calibration (`wikitext-2/test.txt`). `--data` is a folder with the files of
@@ -31,8 +31,6 @@ from reproduction.claims import page
 from reproduction.claims.bench import Bench, OutOfTime
 from reproduction.sections import DOCS, RESULTS
 
-PAGE = DOCS / "reproduction.md"
-
 
 def main() -> None:
     """Measure, write, render."""
@@ -46,7 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="measure these sections again even if they are in the file"
     )
-    parser.add_argument("--render", action="store_true", help="measure nothing, write the page")
+    parser.add_argument("--render", action="store_true", help="measure nothing, write the pages")
     parser.add_argument("--out", type=Path, help="result file; one of another place is not rendered")
     args = parser.parse_args()
     if args.render:
@@ -56,7 +54,7 @@ def main() -> None:
         parser.error("the results of --small mean nothing: give another file as --out")
     names, end = chosen(args.sections), None if args.seconds is None else time.monotonic() + args.seconds
     bench, header = prepared(args)
-    name = page.model({"header": header}).split("-Instruct")[0].lower()
+    name = page.model({"header": header}).lower()
     out = args.out or RESULTS / f"reproduction-{name}-{report.device_slug()}.json"
     there = {row["section"]: row for row in report.begun(out, header)[1]}  # fails early if the file does not fit
     for name in names:
@@ -95,7 +93,7 @@ def main() -> None:
         kept.unlink()
         print(f"{name}: {row['seconds']} s", flush=True)
     if args.out is None:
-        with locked(PAGE):
+        with locked(DOCS / "reproduction.md"):
             render(recorded())
 
 
@@ -164,15 +162,17 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def recorded() -> list[Path]:
-    """The result files that the page is made from: the default model's last."""
+    """The result files that the pages are made from: the default model's last."""
     found = sorted(RESULTS.glob("reproduction-*.json"))
     return sorted(found, key=lambda path: page.model(report.read(path)).startswith("SmolLM2"))
 
 
 def render(paths: Sequence[Path]) -> None:
-    """Write the page."""
-    write(PAGE, page.render([report.read(path) for path in paths]))
-    print(f"wrote {PAGE} from {', '.join(path.name for path in paths)}")
+    """Write the pages."""
+    pages = page.render([report.read(path) for path in paths])
+    for name, text in pages.items():
+        write(DOCS / name, text)
+    print(f"wrote {', '.join(pages)} from {', '.join(path.name for path in paths)}")
 
 
 if __name__ == "__main__":

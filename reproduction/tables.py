@@ -95,6 +95,26 @@ def question_agnostic(best: int = 5) -> str:
     return _best({name: merged.mean_and_error(tasks) for name, tasks in scores.items()}, best)
 
 
+def leaderboard_of(name: str) -> str:
+    """A policy's mean scores on RULER ± standard error by share of the full cache's bytes, beside the full cache; empty if it was not measured.
+
+    Tasks are the question-agnostic ones of the leaderboard.
+    """
+    scores, shares = defaultdict[tuple[str, float | None], list[np.ndarray]](list), {}
+    for row in rows("leaderboard-h200.json"):
+        if row["policy"] in (name, "full") and not row["seen"] and "scores" in row:
+            case = row["policy"], row["target"]
+            scores[case].append(merged.samples(row))
+            shares[case] = row["held"] / row["full"]
+    if not any(policy == name for policy, _ in scores):
+        return ""
+    lines = []
+    for policy, target in sorted(scores, key=lambda case: (case[0] != name, -(case[1] or 1))):
+        mean, error = merged.mean_and_error(scores[policy, target])
+        lines.append([f"`{policy}`", f"{100 * shares[policy, target]:.1f} %", f"{100 * mean:.1f} ± {100 * error:.1f}"])
+    return report.table(["policy", "bytes", "score, %"], lines)
+
+
 def question_aware(best: int = 5) -> str:
     """The best policies that drop tokens by the needles that they find in whole prompts that end with the question, and the full cache.
 
@@ -137,26 +157,6 @@ def choices() -> str:
     return report.table(["policy", "bytes, of the full cache's", "TPOT, ms"], lines)
 
 
-def rivals_of(name: str, budget: float = 0.25) -> tuple[list[str], list[str]]:
-    """Methods that agree with the full cache more often with no more bytes, and less often with no fewer bytes.
-
-    Args:
-        budget: compare at this budget. Methods without a budget are compared as they are.
-    """
-    rows = [row for row in measured_quality() if row["budget"] in (budget, None)]
-    mine = [row for row in rows if row["policy"].split(",")[0] == name]
-    better, worse = set[str](), set[str]()
-    for row in rows:
-        other = row["policy"]
-        if not mine or other.split(",")[0] in (name, "full"):
-            continue
-        if all(row["agreement"] > me["agreement"] and row["cache_bytes"] <= me["cache_bytes"] for me in mine):
-            better.add(other)
-        if all(row["agreement"] < me["agreement"] and row["cache_bytes"] >= me["cache_bytes"] for me in mine):
-            worse.add(other)
-    return sorted(better), sorted(worse)
-
-
 def needles_of(name: str) -> str:
     """Scores of a method with whole prompts and with chunked prefill, beside the full cache; empty if it was not measured."""
     found = {(row["policy"], row["block"]): row for row in rows("block-sizes-smollm2-135m-h200.json")}
@@ -165,7 +165,7 @@ def needles_of(name: str) -> str:
         for _, block in sorted(key for key in found if key[0] == policy and (policy == name or not key[1])):
             how = f"in blocks of {block}" if block else "whole"
             lines.append([f"`{policy}`", how, *block_sizes.cells(found[policy, block])])
-    heads = ["policy", "read", "unseen", "seen", "perplexity"]
+    heads = ["policy", "prefill", "question-agnostic", "question-aware", "perplexity"]
     return report.table(heads, lines, "llr") if (name, 0) in found else ""
 
 

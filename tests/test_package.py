@@ -5,7 +5,9 @@ import doctest
 import functools
 import importlib
 import inspect
+import re
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,23 @@ def test_every_bundled_licence_is_declared() -> None:
     named = {licence for path in found for title, licence in titles.items() if title in path.read_text()}
     assert set(canonicalize_license_expression(project["license"]).split(" AND ")) == named
     assert len(named) == len(found)
+
+
+def test_all_is_what_the_reference_shows() -> None:
+    """`__all__` has modules, the names under `kvjax` in the reference, and names of its other pages; no more, and each exists."""
+    pages = {page.stem: page for page in (Path(kvjax.__file__).parents[1] / "docs/api").glob("*.rst")}
+    texts = {name: page.read_text(encoding="utf-8") for name, page in pages.items()}
+    listed = {name for text in texts.values() for name in re.findall(r"^   (\w+)$", text, flags=re.MULTILINE)}
+    parts = re.findall(
+        r"currentmodule:: kvjax\n(.*?)(?=^\.\. currentmodule|\Z)", texts["kvjax"], flags=re.MULTILINE | re.DOTALL
+    )
+    own = {name for part in parts for name in re.findall(r"^   (\w+)$", part, flags=re.MULTILINE)}
+    modules = {name for name in kvjax.__all__ if isinstance(getattr(kvjax, name), types.ModuleType)}
+    methods = {cls.__name__ for cls in kvjax.policies.policies().values()}
+    assert len(own) >= 10
+    assert own | methods <= set(kvjax.__all__)
+    assert set(kvjax.__all__) - modules - methods <= listed
+    assert modules == {"conversion", "evals", "models", "plots", "policies"}
 
 
 def test_other_names_are_not() -> None:

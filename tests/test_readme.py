@@ -200,6 +200,7 @@ def test_the_headline_is_that_of_the_speed_table():
     gains = [rows["full"] / rows[name] for name in ("treekv", "chunkkv", "chelsea")]
     assert told is not None
     assert [f"{min(gains):.1f}", f"{max(gains):.1f}"] == list(told.groups())
+    assert f"a 20 % cache decodes {min(gains):.1f} to {max(gains):.1f} times as fast" in SPEED
     assert f"{len(set(registry.policies()) - {'full', 'random'})} published compression methods" in README
 
 

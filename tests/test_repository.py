@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notebooks/README.md")),
     *sorted(
-        page for folder in ("", "start/", "concepts/", "methods/", "howto/") for page in ROOT.glob(f"docs/{folder}*.md")
+        page
+        for folder in ("", "start/", "concepts/", "methods/", "howto/", "claims/")
+        for page in ROOT.glob(f"docs/{folder}*.md")
     ),
 ]
 
@@ -121,3 +123,59 @@ def test_the_public_address_stands_in_one_place() -> None:
     }
     notebooks = {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")}
     assert having == {"pyproject.toml", "CITATION.cff", "notebooks/README.md", *notebooks}
+
+
+def test_references_are_those_of_the_policies() -> None:
+    """Each entry of references.bib has the address on its method's page, and the title, first author and year of the policy."""
+    text = (ROOT / "docs/references.bib").read_text(encoding="utf-8")
+    entries = re.findall(r"^@\w+\{(\w+),\n(.*?)^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(entries) == text.count("\n@") >= 20
+    for name, body in entries:
+        fields = dict(re.findall(r"^  (\w+) = \{(.*)\},$", body, flags=re.MULTILINE))
+        written = yaml.safe_load((ROOT / f"docs/methods/{name}.md").read_text(encoding="utf-8").split("---\n", 2)[1])
+        assert fields["url"] == written["paper"]
+        if "eprint" in fields:
+            assert fields["url"] == f"https://arxiv.org/abs/{fields['eprint']}"
+        authors, year, title = re.fullmatch(
+            r"(.+?) (\d{4}), (.+)", kvjax.policies.policies()[name].about.paper
+        ).groups()
+        assert (fields["title"], fields["year"]) == (title, year)
+        assert fields["author"].split(" and ")[0].endswith(authors.removesuffix(" et al."))
+        assert "others" not in fields["author"]
+
+
+PRESSES = """
+AdaKVPress BasePress BlockPress CAMPress CURPress CapPress ChunkKVPress ChunkPress CompactorPress
+ComposedPress CompressionRatioDecodingPress CriticalAdaKVPress CriticalKVPress DMSPress DecodingPress
+DuoAttentionPress EntropyGatedChunkKVPress ExpectedAttentionPress ExpectedAttentionStatsPress FastKVzipPress
+FinchPress KVComposePress KVgradPress KVzapPress KVzipPress KeyDiffPress KeyRerotationPress KnormPress
+LUKVPress LagKVPress LeverageScorePress MergingPress NonCausalAttnPress ObservedAttentionPress
+PerLayerCompressionPress PrefillDecodingPress PyramidKVPress QFilterPress RandomPress RestoreKVPress
+ScorerPress SimLayerKVPress SnapKVPress StreamingLLMPress TOVAPress ThinKPress
+"""
+"""The presses of kvpress 0.5.5, as its `__all__` has them."""
+
+
+def test_each_press_of_kvpress_is_in_one_table() -> None:
+    """With what to use instead, which is a policy that exists, or with the reason why it is missing."""
+    presses, page = PRESSES.split(), (ROOT / "docs/howto/from_kvpress.md").read_text(encoding="utf-8")
+    there, _, missing = page.partition("## Presses without a counterpart")
+    missing = missing.partition("\n## ")[0]
+    without = {name for name in presses if f"`{name}`" in missing}
+    lines = [line.split(" | ") for line in there.splitlines() if re.match(r"\| `\w+Press", line)]
+    having = {name for name in presses if any(re.search(rf"\b{name}\b", line[0]) for line in lines)}
+    assert (having | without, having & without) == (set(presses), set())
+    assert f"Of the {len(presses)} presses and wrappers of kvpress 0.5.5, {len(having)} have a counterpart" in page
+    texts = [re.match(r"`([a-z_]+[:(]?[^`]*)`", line[1]) for line in lines]
+    policies = [text[1] for text in texts if text and "PATH" not in text[1] and "..." not in text[1]]
+    assert len(policies) >= 20
+    for text in policies:
+        kvjax.get_policy(text)
+
+
+def test_the_sidebar_is_short() -> None:
+    """At most 25 entries, each with a title of at most three words."""
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^(.+) <[\w/]+>$", index, flags=re.MULTILINE)
+    assert 15 <= len(entries) <= 25
+    assert max(len(entry.split()) for entry in entries) <= 3

@@ -73,6 +73,6 @@ def test_pictures_tell_what_they_show(complaints, tmp_path):
         "src='p.png' alt='_images/p.png'",
     ):
         (line,) = complaints(f"<img {attributes}>")
-        assert "the picture has no text that says what it shows" in line
+        assert "the picture has no text; describe what it shows" in line
     (line,) = complaints("<img src='q.png' alt='words'>")
     assert line.endswith("q.png: there is no such file")

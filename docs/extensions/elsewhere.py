@@ -14,13 +14,15 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
 COPIES = {
-    "project/overview.md": "README.md",
     "project/changelog.md": "CHANGELOG.md",
     "project/contributing.md": "CONTRIBUTING.md",
     "notebooks/index.md": "notebooks/README.md",
     **{f"notebooks/{path.name}": f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))},
 }
 """Files by where the site has them."""
+
+ADDRESS = "REPOSITORY_URL"
+"""Placeholder on pages for the repository's address, which pyproject.toml has."""
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#|/)([^()\s#]+)(#[^()\s]*)?\)")
 
@@ -34,7 +36,7 @@ def copy(app: Sphinx) -> None:
 
 
 def relink(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Rewrite links in a page's source as they stand in the file that it was copied from."""
+    """Rewrite links in a page's source. They are relative to the file that it was copied from."""
     file = Path(app.env.doc2path(docname)).relative_to(app.srcdir).as_posix()
     folder = (ROOT / COPIES.get(file, f"docs/{file}")).parent
     pages = {original: f"/{page}" for page, original in COPIES.items()}
@@ -43,7 +45,7 @@ def relink(app: Sphinx, docname: str, content: list[str]) -> None:
         target, anchor = match[1], match[2] or ""
         path = Path(os.path.normpath(folder / target))
         if not path.is_relative_to(ROOT) or not path.exists():
-            return match[0]  # Sphinx says what is wrong with it
+            return match[0]  # Sphinx reports it
         name = path.relative_to(ROOT).as_posix()
         if name in pages:
             return f"]({pages[name]}{anchor})"
@@ -52,7 +54,7 @@ def relink(app: Sphinx, docname: str, content: list[str]) -> None:
         kind = "tree" if path.is_dir() else "blob"
         return f"]({app.config.html_theme_options['repository_url']}/{kind}/main/{name}{anchor})"
 
-    content[0] = _LINK.sub(rewritten, content[0])
+    content[0] = _LINK.sub(rewritten, content[0]).replace(ADDRESS, app.config.html_theme_options["repository_url"])
     if docname == "notebooks/index":
         content[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 

@@ -1,8 +1,8 @@
-"""Of the site as it was built: every link within it leads to a page and a place there, and every picture tells what it shows.
+"""Checks of the built site: every link within it leads to a page and a place, and every picture has a text.
 
-Sphinx sees to the links that it makes itself. This looks at what readers get, whatever made it: pages' links in HTML, links to
-the project's own repository, which lead to files of this checkout, and links to the project's own address, which are pages of this site. None of
-that needs a network. Whether other people's pages are there is asked by `python -m sphinx -b linkcheck docs linkcheck`.
+Sphinx checks the links that it makes itself. This module checks the links in HTML, whatever made them. Links to the project's repository lead to files
+of this checkout, and links to the project's own address to pages of this site. None of that needs a network. `python -m sphinx -b linkcheck docs
+linkcheck` checks other people's pages.
 """
 
 from functools import cache
@@ -56,7 +56,7 @@ class Site:
         self._page = cache(lambda path: _Page(path.read_text(encoding="utf-8")))
 
     def complaints(self) -> list[str]:
-        """What is wrong, one line each: the page, and what of it leads nowhere or tells nothing."""
+        """What is wrong, one line each: the page, and its broken link or picture without text."""
         found: list[str] = []
         pages = {path.relative_to(self.home): path for path in sorted(self.home.rglob("*.html"))}
         for name, path in pages.items():
@@ -69,7 +69,7 @@ class Site:
         return found
 
     def wrong(self, path: Path, link: str) -> str | None:
-        """What is wrong with a link of the page at `path`; None if nothing is, or nothing can be told without a network."""
+        """What is wrong with a link of the page at `path`; None if nothing is, or if it needs a network to know."""
         if link.startswith(self.address):
             link, path = "." + (link.removeprefix(self.address) or "/"), self.home / "index.html"
         elif link.startswith(self.repository):
@@ -97,7 +97,7 @@ def _untold(picture: dict[str, str | None]) -> str | None:
     """What is wrong with what a picture says of itself to those who do not see it: nothing, or its file's name."""
     source, alt = picture.get("src") or "", (picture.get("alt") or "").strip()
     if not alt or Path(alt).name == Path(source).name:
-        return f"{source}: the picture has no text that says what it shows; give it one (of a notebook's cell: metadata mystnb.image.alt)"
+        return f"{source}: the picture has no text; describe what it shows (of a notebook's cell: metadata mystnb.image.alt)"
     return None
 
 

@@ -1,13 +1,13 @@
 """Pages and tables of methods.
 
-docs/methods/NAME.md has what is written by hand: the idea, the lines of code, limits, and in its front matter
+docs/methods/NAME.md has what is written by hand: the idea, the source, limits, and in its front matter
 
 - paper: the paper's address.
-- blocks: by what the method chooses after each block of a prompt. Without it the method needs whole prompts.
+- blocks: by what the method selects after each block of a prompt. Without it the method needs whole prompts.
 - budget: what a budget is of, where only some heads have it.
 
-All else is added here: facts and options from the policy and its docstring, figures from result files, and limits that several methods have
-from docs/limits.md.
+The rest is added here: usage, facts and options from the policy and its docstring, figures from result files, limits that several methods have
+from docs/limits.md, and the entry of docs/references.bib.
 """
 
 import dataclasses
@@ -24,61 +24,61 @@ from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
 from benchmarks import tables as speed_tables
-from kvjax._util.extras import import_matplotlib
 from kvjax.config import PRESETS
 from kvjax.policies import Full, Policy, get_policy, policies
 from reproduction import tables
 
 DOCS = Path(__file__).parents[1]
-LINES = "## The lines that do it"
+SOURCE = "## Source"
 LIMITS = "## Limits\n"
 
 
 MEMORY = {
-    "full": "everything is kept",
-    "freed": "what is dropped takes no memory",
-    "sparse": "everything is kept, and a part of it read",
-    "quantized": "everything is kept, in fewer bits",
+    "full": "all tokens are kept",
+    "freed": "evicted tokens take no memory",
+    "sparse": "all tokens are kept; a query attends to a part of them",
+    "quantized": "all tokens are kept in fewer bits",
 }
 IN_SHORT = {
     "full": "all kept",
     "freed": "freed",
-    "sparse": "all kept, a part read",
+    "sparse": "all kept",
     "quantized": "all kept, fewer bits",
 }
 STAGE = {
     "none": "never",
-    "prompt": "once, when the prompt has been read",
+    "prompt": "once, after prefill",
     "decoding": "while decoding",
-    "both": "when the prompt has been read, and while decoding",
+    "both": "after prefill and while decoding",
 }
-WHOLE = "not supported: it needs the whole prompt"
-POSITIONS = {"original": "as in the text", "cache_rank": "a token's place among those that are kept"}
+WHOLE = "not supported, the method needs the whole prompt"
+POSITIONS = {"original": "as in the text", "cache_rank": "the rank among the kept tokens"}
 
 
 def complete(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Add to a method's page what is not written by hand."""
+    """Add the generated parts to a method's page."""
     folder, _, name = docname.partition("/")
     if folder != "methods" or name not in policies():
         return
-    before, mark, lines = content[0].partition(LINES)
+    before, mark, lines = content[0].partition(SOURCE)
     if not mark:
-        raise ValueError(f"docs/{docname}.md has no heading {LINES!r}; the rest of the page is put around it")
+        raise ValueError(f"docs/{docname}.md has no heading {SOURCE!r}; the rest of the page is put around it")
     lines, _, own = lines.partition(LIMITS)
     content[0] = "\n\n".join(
         [
             before.strip(),
+            _usage(name),
             _facts(name),
             _picture(name),
-            "## As it is here",
-            _prose(name),
-            f"{mark}\n\n{lines.strip()}",
+            "## Results",
+            _measured(name),
+            "## Memory and speed",
+            _costs(name),
             "## Options",
             _options(name),
-            "## What it costs",
-            _costs(name),
-            "## Where it wins and loses",
-            _measured(name),
+            "## Implementation notes",
+            _prose(name),
+            f"{mark}\n\n{lines.strip()}",
             *_limits(name, own.strip()),
             *_citation(name),
         ]
@@ -91,43 +91,70 @@ def page(name: str) -> tuple[dict[str, str], str]:
     return yaml.safe_load(facts), text.strip().partition("\n")[0].removeprefix("# ")
 
 
+WEIGHTS = {"kvzap": "KVzap-mlp-Qwen3-8B", "fast_kvzip": "qwen3-8b/q4_dim16_sink16.pt"}
+"""Published weights of policies that need them."""
+
+
+def _usage(name: str) -> str:
+    """Two lines of Python and one of shell."""
+    cls = policies()[name]
+    if cls.about.trained:
+        model, weights = "Qwen/Qwen3-8B", WEIGHTS[name]
+        load, policy = f'"{model}"', f'kvjax.policies.{cls.__name__}(budget=0.25, weights="{weights}")'
+        options = f"--model {model} --policy {name} --budget 0.25 --set weights={weights}"
+    else:
+        budget = cls.about.takes_budget
+        load, policy = "", f'"{name}"' + ", budget=0.25" * budget
+        options = f"--policy {name}" + " --budget 0.25" * budget
+    python = f"params = kvjax.load({load})\nresult = kvjax.generate(params, text, policy={policy})"
+    return f'```python\n{python}\n```\n\n```sh\nkvjax generate {options} "..."\n```'
+
+
 def _facts(name: str) -> str:
     about, (written, _) = policies()[name].about, page(name)
-    budget = "is of all tokens"
+    budget = "of all tokens"
     if about.memory == "sparse":
-        budget = "is what a query reads; nothing is dropped"
+        budget = "of the tokens that a query attends to; all are kept"
     elif about.budget_excludes_new_tokens:
-        budget = "is of the prompt, and new tokens are kept in addition"
+        budget = "of the prompt; new tokens are kept in addition"
     facts = {
-        "Asked for as": f"`{name}`, or `kvjax.policies.{policies()[name].__name__}(...)`",
+        "Name": f"`{name}`, {{class}}`kvjax.policies.{policies()[name].__name__}`",
         "Keeps": about.summary,
         "Memory": MEMORY[about.memory],
         "Compresses": STAGE[about.stage],
-        "Prompts in blocks": f"chooses after each by {written['blocks']}" if "blocks" in written else WHOLE,
+        "Chunked prefill": _blocks(written.get("blocks")),
         "Positions": POSITIONS[about.positions],
-        "A budget": written.get("budget", budget) if about.takes_budget else "has no effect",
+        "Budget": written.get("budget", budget) if about.takes_budget else "none",
     }
     rows = "\n".join(f"* - {key}\n  - {value}" for key, value in facts.items())
     return f"```{{list-table}}\n:widths: 20 80\n\n{rows}\n```"
 
 
+def _blocks(by: str | None) -> str:
+    if by is None:
+        return WHOLE
+    return (
+        f"supported; {by.partition(', since ')[2]}" if by.startswith("nothing") else f"selects after each block by {by}"
+    )
+
+
 def _picture(name: str) -> str:
     about = policies()[name].about
     if about.trained:
-        return "*There is no picture of it: its weights do not come with kvjax, and none were published for SmolLM2-135M-Instruct.*"
+        return "*There is no picture: the weights are not part of kvjax, and none were published for SmolLM2-135M-Instruct.*"
     if name == "fp8":
-        alt = "Keys of one head as they are, and the errors that 8-bit floats make, by position and channel"
+        alt = "Exact keys of one head, and the errors with 8-bit floats, by position and channel"
     elif name in ("kivi", "turboquant"):
-        alt = "Keys of one head as they are, and the errors that 4 and 2 bits make, by position and channel"
+        alt = "Exact keys of one head, and the errors with 4 and 2 bits, by position and channel"
     elif name == "shadowkv":
-        alt = "Which positions have exact keys at each step of a run; the others are rebuilt from low rank"
+        alt = "Positions with exact keys at each step of a run; the others are rebuilt from low rank"
     elif about.memory == "sparse":
-        alt = f"Which positions of a text queries of one layer read at each step under {name}"
+        alt = f"Positions that queries of one layer attend to at each step under {name}"
     else:
-        alt = f"Which positions of a text the cache holds at each step under {name}: {about.summary}"
+        alt = f"Positions that the cache holds at each step under {name}: {about.summary}"
     return (
         f"![{alt}](/pictures/{name}.png)\n\n"
-        "*SmolLM2-135M-Instruct reads the opening of Moby-Dick and goes on; `python docs/draw_methods.py` draws it.*"
+        "*SmolLM2-135M-Instruct prefills the opening of Moby-Dick and generates a continuation (`python docs/draw_methods.py`).*"
     )
 
 
@@ -143,12 +170,12 @@ def _prose(name: str) -> str:
 def _options(name: str) -> str:
     fields = dataclasses.fields(policies()[name])
     if not fields:
-        return "It has none."
+        return "None."
     meanings: dict[str, str] = {}
     for entry in re.split(r"\n(?=\S)", _docstring(name)[1]):
         names, _, meaning = entry.partition(":")
         meanings |= dict.fromkeys(map(str.strip, names.split(",")), " ".join(meaning.split()))
-    lines = ["| option | default | what it is |", "| --- | --- | --- |"]
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
     for field in fields:
         meaning = meanings[field.name].replace("|", "\\|")
         lines.append(f"| `{field.name}` | `{field.default!r}` | {meaning} |")
@@ -161,14 +188,14 @@ def _costs(name: str) -> str:
     if speed := speed_tables.speed_of(name):
         parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
     else:
-        parts.append("Its speed has not been measured yet in a decoding step ([speed](/speed.md) has those that were).")
+        parts.append("The time of a decoding step has no row for this policy in the [speed tables](/speed.md).")
     return "\n\n".join(parts)
 
 
 def _bytes(name: str) -> str:
     about = policies()[name].about
     if about.trained:
-        return "What it holds depends on its weights; `kvjax plan` and `policy.nbytes` tell it."
+        return "Memory depends on the weights; `kvjax plan` and `policy.nbytes` report it."
     policy = get_policy(name, budget=0.25) if about.takes_budget else get_policy(name)
     shape, lengths = "llama-3.1-8b", (32768, 131072)
     if name in PROFILED:
@@ -182,50 +209,39 @@ def _bytes(name: str) -> str:
         "| --- |" + " ---: |" * len(lengths),
         *(f"| `{row}` | {' | '.join(cells(row))} |" for row in dict.fromkeys((policy, Full()))),
     ]
-    what = f"What it holds of one text and {NEW_TOKENS} new tokens, of the shape of `{shape}` in bfloat16, as `policy.nbytes` tells before anything runs:"
+    what = f"Cache of one sequence with {NEW_TOKENS} new tokens, shape of `{shape}`, bfloat16 (`policy.nbytes`):"
     return what + "\n\n" + "\n".join(lines)
 
 
 NEW_TOKENS = 512
 PROFILED = ("catekv", "duoattention", "triattention")
-"""Methods that want a profile of the model's heads: theirs are bytes of a model for which one comes with kvjax."""
+"""Methods that need a profile of the model's heads: their bytes are of a model whose profile is part of kvjax."""
 
 
 def _measured(name: str) -> str:
+    """The leaderboard's rows, needles of prompts that end with the question, and perplexity; each if it was measured."""
     parts: list[str] = []
-    if quality := tables.quality_of(name):
+    if scores := tables.leaderboard_of(name):
         parts += [
-            "On an H200 SmolLM2-135M-Instruct read 7168 tokens of each of three texts under the policy, then 1024 more one by one "
-            "([quality](/quality.md) says how). The full cache has "
+            "RULER, question-agnostic, by share of the full cache's bytes ([leaderboard](/leaderboard.md)):",
+            scores,
+        ]
+    if needles := tables.needles_of(name):
+        parts += [
+            "Needles in 48 prompts of up to 8,192 tokens at a budget of 25 %, SmolLM2-135M-Instruct. The question is unknown during compression, or at "
+            "the end of the prompt. Perplexity is that of text after 48 passages of novels ([quality](/quality.md#reading-in-blocks)):",
+            needles,
+        ]
+    elif quality := tables.quality_of(name):
+        parts += [
+            "Perplexity of 1,024 tokens after 7,168, SmolLM2-135M-Instruct ([quality](/quality.md)). The full cache has "
             f"{tables.full_quality()}.",
             quality,
         ]
-        if name != "full":
-            draw_quality(DOCS / "pictures" / "quality" / f"{name}.svg", name)
-            parts.append(
-                f"![Share of top-1 tokens that are the full cache's, over bytes of cache: {name} among all methods measured]"
-                f"(/pictures/quality/{name}.svg)"
-            )
-            better, worse = tables.rivals_of(name)
-            said = [
-                f"{what}: {', '.join(f'`{other}`' for other in others) or 'none'}."
-                for what, others in (
-                    ("At 25 %, nearer to the full cache with no more bytes", better),
-                    ("Farther from it with no fewer bytes", worse),
-                )
-            ]
-            parts.append(" ".join(said))
-    if needles := tables.needles_of(name):
-        parts += [
-            "What of 48 needles the same model found in prompts of up to 8,192 tokens, at 25 %: with the question unseen, which comes when the prompt has been "
-            "read and cut, and seen, at the prompt's end; and perplexity after 48 passages of novels "
-            "([quality](/quality.md#reading-in-blocks)). In blocks the prompt is cut as it is read.",
-            needles,
-        ]
     if not parts:
-        parts.append("Its quality has not been measured yet beside the other methods'.")
-    if name == "infinigen":
-        parts.append("These were measured with `alpha` 4 and 13 of 64 channels; the defaults are 5 and up to 24.")
+        parts.append("No result file has the quality of this policy.")
+    if name == "infinigen" and not scores:
+        parts.append("Measured with `alpha` 4 and 13 of 64 channels; the defaults are 5 and up to 24.")
     return "\n\n".join(parts)
 
 
@@ -247,10 +263,16 @@ def _citation(name: str) -> list[str]:
     if "paper" not in page(name)[0]:
         return []
     authors, year, title = _paper(name)
-    address = page(name)[0]["paper"]
-    author = authors.replace(" et al.", " and others")
-    entry = f"@misc{{{name},\n  title = {{{title}}},\n  author = {{{author}}},\n  year = {{{year}}},\n  url = {{{address}}},\n}}"
-    return ["## Citation", f"{authors} {year}, [{title}]({address})", f"```bibtex\n{entry}\n```"]
+    parts = ["## Citation", f"{authors} {year}, [{title}]({page(name)[0]['paper']})"]
+    return [*parts, f"```bibtex\n{entry}\n```"] if (entry := references().get(name)) else parts
+
+
+def references() -> dict[str, str]:
+    """Entries of docs/references.bib by key, as they are written there."""
+    text = (DOCS / "references.bib").read_text(encoding="utf-8")
+    return {
+        match[1]: match[0] for match in re.finditer(r"^@\w+\{(\w+),\n.*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    }
 
 
 def _paper(name: str) -> tuple[str, str, str]:
@@ -258,35 +280,6 @@ def _paper(name: str) -> tuple[str, str, str]:
     match = re.fullmatch(r"(.+?) (\d{4}), (.+)", policies()[name].about.paper, flags=re.DOTALL)
     assert match, f"{name}: about.paper is not 'authors year, title'"
     return match[1], match[2], match[3]
-
-
-def draw_quality(path: Path, marked: str) -> None:
-    """All methods' agreement with the full cache over the bytes that they hold, one of them marked."""
-    figures, _ = import_matplotlib()
-    far_below = {"full", "random", "knorm"} - {marked}
-    rows = [row for row in tables.measured_quality() if row["policy"] not in far_below]
-    figure = figures.Figure(figsize=(7, 3.6), layout="constrained")
-    panel = figure.subplots()
-    for policy in dict.fromkeys(row["policy"].split(",")[0] for row in rows):
-        mine = sorted(
-            (row["cache_bytes"] / 1e6, 100 * row["agreement"]) for row in rows if row["policy"].split(",")[0] == policy
-        )
-        style: dict[str, Any] = {"color": "0.7", "marker": "o", "markersize": 3, "linewidth": 0.8}
-        if policy == marked:
-            style = {
-                "color": "#D55E00",
-                "marker": "o",
-                "markersize": 5,
-                "linewidth": 2.5,
-                "zorder": 3,
-                "label": policy,
-            }
-        panel.plot(*zip(*mine, strict=True), **style)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    panel.set_xlabel("bytes of cache, MB")
-    panel.set_ylabel("top-1 token as the full cache's, %")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 class Methods(Directive):
@@ -301,31 +294,33 @@ class Methods(Directive):
             lines.append(
                 f"| [`{name}`](/methods/{name}.md) | {method} | {cls.about.summary} | {IN_SHORT[cls.about.memory]} |"
             )
-        return _parsed(self, "\n".join(lines))
+        return parsed(self, "\n".join(lines))
 
 
 class Blocks(Directive):
-    """The table of how methods choose when a prompt comes in blocks."""
+    """The table of what methods select by in chunked prefill."""
 
     def run(self) -> list[Any]:
         names = defaultdict(list)
         for name in policies():
             names[page(name)[0].get("blocks", WHOLE)].append(f"[`{name}`](/methods/{name}.md)")
         rows = sorted(names.items(), key=lambda row: (row[0] == WHOLE, -len(row[1])))
-        lines = ["| policy | chooses after each block by |", "| --- | --- |"]
-        return _parsed(self, "\n".join(lines + [f"| {', '.join(group)} | {how} |" for how, group in rows]))
+        lines = ["| policy | selects after each block by |", "| --- | --- |"]
+        return parsed(self, "\n".join(lines + [f"| {', '.join(group)} | {how} |" for how, group in rows]))
 
 
 class Measured(Directive):
-    """A table of `reproduction.tables`, by the name of its function."""
+    """A table of `reproduction.tables` or `benchmarks.tables`, by the name of its function."""
 
     required_arguments = 1
 
     def run(self) -> list[Any]:
-        return _parsed(self, getattr(tables, self.arguments[0])())
+        name = self.arguments[0]
+        return parsed(self, getattr(tables if hasattr(tables, name) else speed_tables, name)())
 
 
-def _parsed(directive: Directive, text: str) -> list[Any]:
+def parsed(directive: Directive, text: str) -> list[Any]:
+    """The nodes of a directive's text."""
     node = nodes.container()
     directive.state.nested_parse(text.splitlines(), directive.content_offset, node)
     return node.children

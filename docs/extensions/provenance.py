@@ -40,10 +40,10 @@ MISSING = {
 def complete(app: Sphinx, docname: str, content: list[str]) -> None:
     if docname not in PAGES:
         return
-    parts = [content[0].rstrip(), "## On what, and when", provenance(*PAGES[docname])]
+    parts = [content[0].rstrip(), "## Provenance", provenance(*PAGES[docname])]
     if docname in MISSING:
         names = [f"[`{name}`](/methods/{name}.md)" for name in policies() if MISSING[docname](name)]
-        parts.append(f"Not measured yet: {', '.join(names) or 'none'}.")
+        parts.append(f"Not measured: {', '.join(names) or 'none'}.")
     content[0] = "\n\n".join(parts) + "\n"
 
 

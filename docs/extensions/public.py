@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """All public names with what they stand for, modules left out."""
+    """All public names with their values, except modules."""
     for name in (*PACKAGES, *MODULES):
         module = importlib.import_module(name)
         for attribute in _of_package(module) if name in PACKAGES else _of_module(module):
@@ -53,7 +53,7 @@ def public_names() -> Iterator[tuple[str, Any]]:
 
 
 def _of_package(module: Any) -> list[str]:
-    """Names imported as themselves, which is how a package says that it means to pass them on; of `*` those of the module."""
+    """Names imported as themselves, by which a package exports them; with `*`, those of the module."""
     tree = ast.parse(inspect.getsource(module))
     found: list[str] = []
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):

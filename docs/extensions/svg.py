@@ -3,7 +3,7 @@
 from html import escape
 
 COLOURS = {"kept": "#0072B2", "new": "#009E73", "read": "#E69F00", "merged": "#CC79A7"}
-"""Fills that any colour vision tells apart, on white and on black; "gone" is an outline alone."""
+"""Fills that every colour vision distinguishes, on white and on black; "gone" is an outline alone."""
 
 
 class Drawing:

@@ -16,34 +16,38 @@ from .claim import Claim, Measured, Row
 TITLE = "CateKV: attention recalled"
 
 ABOUT = """\
-The share of attention, while a book is read on after its prompt, that goes to tokens chosen in four ways: once, as
-consistent heads do; the first and last ones, as streaming heads do; chunks chosen for every query by Quest's bounds;
-and the tokens with the most attention, chosen for every query, which is the most there can be. All KV heads choose
-in all four ways; tokens after the prompt count as kept."""
+The share of attention that goes to selected tokens, for queries after the prompt. There are four ways to select, and all KV heads use the same one:
+
+- *consistent*: once for all queries, as in consistent heads;
+- *streaming*: the first and last tokens, as in streaming heads;
+- *quest*: chunks for each query, by Quest's bounds;
+- *top-k*: the tokens with the most attention for each query, which is the upper bound.
+
+Tokens after the prompt count as kept."""
 
 SETTING = "one text of 128k tokens, budget 2048, chunks of 8"
 PLACE = "all heads"
 
-claim = partial(Claim, own="recall", measure="attention recalled", method="consistent", at=PLACE)
+claim = partial(Claim, own="recall", measure="attention recalled", method="consistent", at=PLACE, setting=SETTING)
 
 CLAIMS = (
     claim(
         "The consistent pattern recalls more than the streaming one",
         "Figure 4, section 3.4",
-        f"a figure: above it overall ({SETTING})",
+        "a figure: above it overall",
         others=("streaming",),
     ),
     claim(
         "The consistent pattern comes near Quest's",
         "Figure 4, section 3.4",
-        f"a figure: closely approximates it ({SETTING}); the margin is this page's",
+        "a figure: closely approximates it; the margin is ours",
         others=("quest",),
         margin=-0.05,
     ),
     claim(
         "All patterns fall short of the upper bound",
         "Figure 4, section 3.4",
-        f"a figure: a gap to top-k for all ({SETTING})",
+        "a figure: a gap to top-k for all",
         others=("top-k",),
         bounds=("top-k",),
     ),

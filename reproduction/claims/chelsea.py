@@ -8,13 +8,12 @@ from kvjax.policies import CaM, Chelsea, Policy, SnapKV, StreamingLLM
 from .bench import Bench, continued
 from .claim import Claim, Measured
 
-TITLE = "Chelsea: a cache of a fifth"
+TITLE = "Chelsea: perplexity at 20 % of the cache"
 
 ABOUT = """\
-The beginning of each book is prefilled under a policy, the rest read token by token through what it kept. All
-methods are given a fifth of all tokens, the new ones included: SnapKV, which keeps new tokens besides, keeps as many
-fewer of the prompt. The paper scores LongBench's tasks; here it is the perplexity of that rest, and how often the
-top-1 token is the full cache's."""
+The beginning of each book is prefilled under a policy. The rest is fed token by token through the compressed cache. All methods may keep a fifth of
+all tokens, new tokens included. SnapKV also keeps new tokens, so it keeps fewer tokens of the prompt. The paper scores LongBench; here the measures are
+perplexity of the rest, and how often the most likely token equals that of the full cache."""
 
 PLACE = "cache of 20 %"
 WITHOUT = "chelsea without outlier heads"

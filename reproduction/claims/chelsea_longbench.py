@@ -11,11 +11,10 @@ from .claim import Claim, Measured, Row
 TITLE = "Chelsea: LongBench"
 
 ABOUT = """\
-LongBench's tasks at hand, scored by its own metrics, question in sight. All methods are given the same share of all
-tokens."""
+Three tasks of LongBench, scored by its own metrics, question-aware. All methods may keep the same share of all tokens."""
 
 SHARES = (0.125, 0.2, 0.5, 0.8)
-SIZES = (64, 512)
+SIZES = (16, 64)
 BASELINES = ("snapkv", "streaming_llm", "cam")
 
 
@@ -24,14 +23,19 @@ def place(share: float) -> str:
     return f"cache of {100 * share:g} %"
 
 
+PAPER = (
+    ("Figure 4", "a figure: above all three at every share (LongBench, Llama-2-7B-32K)"),
+    ("Table 2", "39.94; SnapKV 38.21, StreamingLLM 32.10, CaM 32.04 (14 tasks of LongBench, Qwen2-7B-Instruct)"),
+)
+"""What the paper reports at other shares than 20 %, and at 20 %."""
+
 claim = partial(Claim, own="LongBench", measure="LongBench score")
 
 CLAIMS = (
     *(
         claim(
             f"At {100 * share:g} % Chelsea is better than SnapKV, StreamingLLM and CaM",
-            "Table 2" if share == 0.2 else "Figure 4",
-            "at 20 % 39.94; SnapKV 38.21, StreamingLLM 32.10, CaM 32.04 (14 tasks of LongBench, Qwen2-7B-Instruct)",
+            *PAPER[share == 0.2],
             method="chelsea",
             others=BASELINES,
             at=place(share),
@@ -42,7 +46,7 @@ CLAIMS = (
         claim(
             f"Chunks of {size} do about as well as chunks of 256",
             "Table 4",
-            "a relatively small effect within a certain range (LongBench, 20 %); the margin is this page's",
+            "41.83 with 16, 42.68 with 64, 42.54 with 256 (LongBench, 20 %); the margin is ours",
             method=f"chelsea, chunks of {size}",
             others=("chelsea",),
             at=place(0.2),

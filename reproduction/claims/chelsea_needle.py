@@ -8,9 +8,8 @@ from .claim import Claim, Measured
 TITLE = "Chelsea: needles in a haystack"
 
 ABOUT = """\
-A sentence with a number is hidden in a book at depths from beginning to end, and asked for at the end of the prompt.
-As in the paper all methods have a quarter of the cache, and Chelsea neither outlier heads nor a schedule: each
-clustering step removes a quarter of what it may."""
+A sentence with a number is inserted in a book at depths from beginning to end. The question follows the prompt. As in the paper, all methods have a
+quarter of the cache. Chelsea has neither outlier heads nor a schedule: each clustering step merges away a quarter of the mergeable tokens."""
 
 PLACE = "cache of 25 %"
 

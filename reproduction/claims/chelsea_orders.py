@@ -11,10 +11,10 @@ from .claim import Claim, Measured
 TITLE = "Chelsea: how chunks are divided"
 
 ABOUT = """\
-The paper proves that of all ways to divide a chunk into two halves that by turns keeps the most similarity between them, where
-similarity falls with distance, ever more slowly; it does not measure what that is worth. Here it is the perplexity of a
-book's continuation, at a fifth of the cache and with no outlier heads: with chunks divided by turns, into
-first and second half, and at random; and with neighbours merged whatever their keys are."""
+The paper proves that alternating tokens is the best way to divide a chunk into two halves: it keeps the most similarity between the halves, if similarity
+falls with distance ever more slowly. It does not measure the effect. Here the effect is measured as perplexity of a book's continuation, with a fifth
+of the cache and without outlier heads. Chunks are divided alternately, into first and second half, or at random; a fourth variant merges neighbours
+whatever their keys are."""
 
 PLACE = "cache of 20 %"
 OTHERS = {
@@ -27,15 +27,15 @@ claim = partial(Claim, own="layers", measure="perplexity", method="chelsea", at=
 
 CLAIMS = (
     claim(
-        "Chunks divided by turns cost less than chunks divided otherwise",
+        "Alternating division costs less than halves or random division",
         "Theorem 6.1",
-        "by turns is optimal for the sum of similarities between the halves (a proof)",
+        "alternating division is optimal for the sum of similarities between the halves (a proof)",
         others=("chelsea, halves", "chelsea, at random"),
     ),
     claim(
         "Merging similar keys costs less than merging neighbours",
         "section 4",
-        "keys are alike, more so the nearer they are (figures)",
+        "nearby keys are similar (figures)",
         others=("chelsea, by positions",),
     ),
 )

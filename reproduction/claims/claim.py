@@ -11,11 +11,12 @@ from reproduction.intervals import mean_interval
 Kind = Literal["perplexity", "needle", "RULER", "LongBench", "GSM8K", "recall", "layers"]
 """A paper's kind of measure. "layers" are similarities and losses of caches, which are not quality by themselves."""
 
-Verdict = Literal["holds", "fails", "undecided", "no headroom", "proxy", "bound", "not measured yet"]
+Verdict = Literal["holds", "fails", "undecided", "no headroom", "proxy", "bound", "not judged", "not measured"]
 """The verdict on a claim against one other method.
 
 "holds", "fails" and "undecided" are judged by the paper's own measure. "no headroom": the model is about as good with StreamingLLM as with
-the full cache, so methods cannot be distinguished. "proxy": the measure is not the paper's. "bound": the other is an upper bound.
+the full cache, so methods cannot be distinguished. "proxy": the measure is not the paper's. "bound": the other is an upper bound. "not judged":
+there are numbers, but none of StreamingLLM, so the headroom is unknown.
 """
 
 FULL, STREAMING = "full", "streaming_llm"
@@ -104,10 +105,11 @@ class Claim:
     Attributes:
         says: the claim, in few words.
         where: table, figure or section.
-        paper: its numbers and their setting.
+        paper: its numbers.
         own: what the paper measures by; by any other measure there is no verdict.
         margin: in units of the measure; below zero, the method may be worse by as much.
         bounds: of the others, those that are upper bounds here: to fall short of one is no failure.
+        setting: the model, data and sizes of the paper's numbers.
     """
 
     says: str
@@ -120,6 +122,7 @@ class Claim:
     at: str
     margin: float = 0.0
     bounds: tuple[str, ...] = ()
+    setting: str = ""
 
     @property
     def pairs(self) -> "list[Pair]":
@@ -148,13 +151,13 @@ class Pair:
         """The verdict by these measurements."""
         claim, rows = self.claim, self._rows(measured)
         if rows is None:
-            return "not measured yet"
+            return "not measured"
         if not self.counted:
             return "bound" if self.other in claim.bounds else "proxy"
         if MEASURES[claim.measure].kind != "recall":  # which is of attention, not of what a model can do with it
             ends = [measured.get((claim.measure, name, claim.at)) for name in (FULL, STREAMING)]
             if None in ends:
-                return "not measured yet"
+                return "not judged"
             full, streaming = (np.asarray(row.samples) for row in ends if row is not None)
             if _clear(full - streaming) == "undecided":
                 return "no headroom"

@@ -16,11 +16,10 @@ from .claim import Claim, Measured, Row
 TITLE = "ClusterKV: recall of important tokens"
 
 ABOUT = """\
-Of the tokens that a query selects, the share that is among as many tokens with the largest attention weights,
-averaged over query heads, steps and some layers. Queries are those of the plain model reading books, so all methods
-are asked the same. InfiniGen is given the layer's own queries instead of looking ahead from the layer before, and
-selects as many tokens as the others, so its numbers here are an upper bound; its directions are those of the
-prompt's queries. It selects for each KV head, the others for each query head."""
+Recall: the share of a query's selected tokens that are among the same number of tokens with the largest attention weights, averaged over query heads,
+steps and four layers. The queries are those of the uncompressed model on books, so all methods get the same queries. InfiniGen gets the layer's
+own queries instead of predicting them from the layer before, and selects as many tokens as the others. Its numbers are therefore an upper bound.
+Its projection comes from the prompt's queries. InfiniGen selects per KV head, the others per query head."""
 
 BUDGETS = (256, 512, 1024, 2048)
 PER_CLUSTER = (320, 160, 80, 40)
@@ -37,14 +36,14 @@ def sized(tokens: int) -> str:
     return "clusterkv" if tokens == 80 else f"clusterkv, C0 = L/{tokens}"
 
 
-claim = partial(Claim, own="recall", measure="recall of important tokens")
+claim = partial(Claim, own="recall", measure="recall of important tokens", setting=SETTING)
 
 CLAIMS = (
     *(
         claim(
             f"At a budget of {budget} it recalls more than Quest and InfiniGen",
             "Figure 11a",
-            f"a figure: higher at all budgets ({SETTING})",
+            "a figure: higher at all budgets",
             method="clusterkv",
             others=("quest", "infinigen"),
             at=f"budget {budget}",
@@ -56,7 +55,7 @@ CLAIMS = (
         claim(
             f"At a budget of {budget} cosine similarity clusters better than L2 distance and inner product",
             "Figure 11b",
-            f"a figure: cosine above both ({SETTING})",
+            "a figure: cosine above both",
             method="clusterkv",
             others=("clusterkv, L2", "clusterkv, inner product"),
             at=f"budget {budget}",
@@ -67,7 +66,7 @@ CLAIMS = (
         claim(
             f"C0 = L/{more} recalls more than L/{fewer}",
             "section V-B",
-            f"recall improves with C0, less so above L/80 ({SETTING})",
+            "recall improves with C0, less so above L/80",
             method=sized(more),
             others=(sized(fewer),),
             at=f"budget {SWEPT}",

@@ -1,9 +1,9 @@
-"""Make docs/reproduction.md from the result files. Claims are judged here; verdicts are not stored."""
+"""Make docs/reproduction.md and docs/claims/ from the result files. Claims are judged here; verdicts are not stored."""
 
 import importlib
 import pkgutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
 
@@ -11,30 +11,62 @@ from benchmarks import report
 from reproduction import claims
 
 from . import times
-from .claim import Claim, Row, Table, Verdict, table
+from .claim import Claim, Pair, Row, Table, Verdict, table
 
-ORDER = ("treekv", "chelsea", "clusterkv", "chunkkv", "catekv")
-"""Of the papers' sections on the page."""
+PAPERS = {
+    "treekv": "TreeKV",
+    "chelsea": "Chelsea",
+    "clusterkv": "ClusterKV",
+    "chunkkv": "ChunkKV",
+    "catekv": "CateKV",
+}
+"""Titles of the papers' pages, in their order."""
+
+CONCLUSIONS = {
+    "treekv": "TreeKV has the lowest perplexity of the four small caches in books of 4k to 16k tokens. Only its advantage over H2O at 4k is undecided.",
+    "chelsea": "Chelsea decodes faster and takes less memory than the full cache, as claimed. At a quarter of the cache it finds fewer needles than "
+    "StreamingLLM and CaM with SmolLM2. The [leaderboard](LEADERBOARD) has Chelsea above StreamingLLM and SnapKV, with a larger model and other tasks.",
+    "clusterkv": "ClusterKV recalls more important tokens than Quest with both models, except at the smallest budget with Qwen. Cosine similarity "
+    "recalls more than inner product in most comparisons, and no more than L2 distance.",
+    "chunkkv": "ChunkKV finds more needles than H2O and StreamingLLM with both models, and more than SnapKV with SmolLM2. The best chunk size depends on "
+    "the model: with SmolLM2, chunks of 30 find more than the paper's chunks of 10.",
+    "catekv": "Tokens that CateKV selects once receive nearly as much attention as tokens that Quest selects for each query. CateKV decodes faster and takes "
+    "less memory than the full cache at 500 thousand tokens.",
+}
+"""What a paper's page begins with. tests/reproduction/test_papers.py compares each sentence with the verdicts."""
 
 INTRODUCTION = """\
-# Reproduction
+# Checks of published claims
 
-What the five papers claim about quality, tested here on other models, texts and sizes than theirs, which each section gives.
-`python -m reproduction.papers --model MODEL` measures (with `--seconds` for so long; the next run goes on), and
-writes this page from what it has measured.
+**Most claims that could be checked hold.** The table counts comparisons of one method with one other. The models, texts and lengths are
+smaller than the papers', so a failed check does not refute a paper.
+"""
 
-Methods are compared sample by sample (a book, or a question), each pair by itself. By the paper's own measure (RULER,
-LongBench, GSM8K, perplexity, recall, needles) a claim **holds** if the mean difference is in its favour and its 95 % interval
-(Student's t, ± in the tables) does not reach zero, **fails** if it is as clearly against it, and else is **undecided**. A margin, where
-a claim has one, is taken off the difference. There is no verdict
+RULES = """\
+## How claims are judged
 
-- where the measure is another than the paper's: a *proxy*;
-- where there is *no headroom*: the full cache and StreamingLLM, which forgets all but the latest tokens, are not told apart
-  by the same rule, so nothing else can be;
-- against an upper *bound*, which everything falls short of.
+Methods are compared sample by sample; a sample is a book or a question. The difference of each pair is tested with Student's t at 95 %.
 
-Perplexity of the text that follows rewards knowing the latest tokens: what is near predicts most of what comes next. So it says
-little of whether a method still has what stands far back, which needles, RULER and questions about a text ask for.
+- **holds**: the difference is significant and in favour of the claim.
+- **fails**: the difference is significant and against the claim.
+- **undecided**: the difference is not significant.
+
+If a claim allows a margin, the margin is subtracted first. A comparison gets no verdict in these cases:
+
+- *proxy*: the measure is not the paper's.
+- *no headroom*: the full cache and StreamingLLM do not differ significantly, so no method can be distinguished from another.
+- *bound*: the other method is an upper bound.
+- *not judged*: StreamingLLM was not measured, so the headroom is unknown.
+
+Perplexity is dominated by nearby tokens, so it says little about recall of distant text. Needles, RULER and questions about a text measure that.
+
+`python -m reproduction.papers --model MODEL` measures all claims and writes these pages. With `--seconds` it stops early, and the next run continues.
+"""
+
+NOT_MEASURED = """\
+## Not measured
+
+No result file has numbers for these claims.
 """
 
 Contents = Sequence[Mapping[str, Any]]
@@ -42,76 +74,192 @@ Contents = Sequence[Mapping[str, Any]]
 
 
 def sections() -> dict[str, ModuleType]:
-    """All sections by name, in the order of the page: modules that measure and have claims."""
+    """All sections by name, in the order of the pages: modules that measure and have claims."""
     names = [found.name for found in pkgutil.iter_modules(claims.__path__)]
     modules = {name: importlib.import_module(f"reproduction.claims.{name}") for name in names}
     found = {name: module for name, module in modules.items() if hasattr(module, "CLAIMS")}
-    return dict(sorted(found.items(), key=lambda item: (ORDER.index(item[0].split("_")[0]), item[0])))
+    order = list(PAPERS)
+    return dict(sorted(found.items(), key=lambda item: (order.index(paper_of(item[0])), item[0])))
 
 
-def render(contents: Contents) -> str:
-    """The page, of result files' contents."""
-    modules = sections()
-    measured = [{row["section"]: row for row in content["rows"]} for content in contents]
-    tables = [{name: table(of[name]["rows"] if name in of else []) for name in modules} for of in measured]
-    models = [model(content) for content in contents]
-    parts = [INTRODUCTION, *(_measured_with(content) for content in contents)]
-    for name, each in zip(models, tables, strict=True):
-        parts += [f"{name}:\n", _summary({section: module.CLAIMS for section, module in modules.items()}, each)]
-    for section, module in modules.items():
-        parts.append(f"## {module.TITLE}\n\n{module.ABOUT}\n")
-        there = [
-            (name, of[section], each[section])
-            for name, of, each in zip(models, measured, tables, strict=True)
-            if section in of
-        ]
-        for name, row, each in there:
-            about = ", ".join(f"{key} {value}" for key, value in row["settings"].items())
-            parts.append(f"{name}: {about}; {_samples(each)} samples.\n")
-        if absent := [name for name, of in zip(models, measured, strict=True) if section not in of]:
-            parts.append(f"Not measured yet with {', '.join(absent)}.\n" if there else "Not measured yet.\n")
-        parts.append(_claims(module.CLAIMS, [name for name, *_ in there], [each for *_, each in there]))
-        for name, _, each in there:
-            parts += [f"{name}, means of all that was measured:\n", _numbers(list(each.values()))]
-    parts.append(times.render(times.recorded()))
-    return "\n".join(parts)
+def paper_of(section: str) -> str:
+    """The paper of a section's name."""
+    return section.split("_")[0]
 
 
 def model(content: Mapping[str, Any]) -> str:
-    """What the page calls a file's model."""
-    return content["header"]["settings"]["model"].partition(" (")[0].removesuffix(".gguf")
+    """What the pages call a file's model."""
+    return content["header"]["settings"]["model"].partition(" (")[0].removesuffix(".gguf").partition("-Instruct")[0]
 
 
-def _measured_with(content: Mapping[str, Any]) -> str:
-    header, settings = content["header"], content["header"]["settings"]
-    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    return (
-        f"Measured with {settings['model']} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; "
-        f"{versions}.\n"
-    )
+def render(contents: Contents) -> dict[str, str]:
+    """The pages, by their path in docs/, from the contents of result files."""
+    found = _Found(contents)
+    timed = times.recorded()
+    pages = {f"claims/{paper}.md": _paper(paper, found, timed) for paper in PAPERS}
+    return {"reproduction.md": _findings(found, timed), **pages}
 
 
-def _summary(of_sections: Mapping[str, Sequence[Claim]], tables: Mapping[str, Table]) -> str:
-    """How many comparisons of each section hold."""
-    verdicts = get_args(Verdict)
+class _Found:
+    """Sections, and what each model's file has of them.
+
+    Attributes:
+        sections: modules by name.
+        models: names of the models.
+        rows: each model's sections of the result file, by name.
+        tables: each model's numbers, by section.
+    """
+
+    def __init__(self, contents: Contents):
+        self.sections = sections()
+        self.models = [model(content) for content in contents]
+        self.headers = [content["header"] for content in contents]
+        self.rows = [{row["section"]: row for row in content["rows"]} for content in contents]
+        self.tables = [
+            {name: table(of[name]["rows"] if name in of else []) for name in self.sections} for of in self.rows
+        ]
+
+    def of(self, paper: str) -> dict[str, ModuleType]:
+        """A paper's sections."""
+        return {name: module for name, module in self.sections.items() if paper_of(name) == paper}
+
+    def measured(self, section: str, claim: Claim) -> list[Pair]:
+        """A claim's comparisons that some model has numbers for."""
+        return [
+            pair for pair in claim.pairs if any(pair.verdict(each[section]) != "not measured" for each in self.tables)
+        ]
+
+
+def verdicts(contents: Contents) -> dict[tuple[str, str], list[tuple[Pair, Verdict]]]:
+    """Comparisons with their verdicts, by section and model; those without numbers are not included."""
+    found = _Found(contents)
+    of_all = {}
+    for name, module in found.sections.items():
+        for title, tables in zip(found.models, found.tables, strict=True):
+            judged = [(pair, pair.verdict(tables[name])) for claim in module.CLAIMS for pair in claim.pairs]
+            of_all[name, title] = [(pair, verdict) for pair, verdict in judged if verdict != "not measured"]
+    return of_all
+
+
+def _findings(found: _Found, timed: Mapping[str, Any]) -> str:
+    """The first page: a table of counts, conclusions, rules, what was not measured, and the other pages."""
+    conclusions = [
+        f"- **[{title}](claims/{paper}.md)**: {CONCLUSIONS[paper].replace('LEADERBOARD', 'leaderboard.md')}"
+        for paper, title in PAPERS.items()
+    ]
+    measured = [
+        f"Quality: {header['settings']['model']} (`{header['settings']['fingerprint']}`) in {header['settings']['dtype']} on "
+        f"{header['device']}; {', '.join(f'{name} {version}' for name, version in header['versions'].items())}.\n"
+        for header in found.headers
+    ]
+    parts = [INTRODUCTION, _counts(found, timed), "## Findings\n", "\n".join(conclusions) + "\n", RULES]
+    parts += [f"{NOT_MEASURED}\n{_not_measured(found)}", "## Models and versions\n", *measured, times.PROVENANCE]
+    parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(f"claims/{paper}" for paper in PAPERS) + "\n```\n")
+    return "\n".join(parts)
+
+
+def _counts(found: _Found, timed: Mapping[str, Any]) -> str:
+    """How many comparisons of each paper hold, by model."""
+    kinds = get_args(Verdict)
+    judged, others = kinds[:3], kinds[3:-1]
     lines = []
-    total: Counter[str] = Counter()
-    for name, of_section in of_sections.items():
-        counts = Counter(pair.verdict(tables[name]) for claim in of_section for pair in claim.pairs)
-        total += counts
-        lines.append([f"`{name}`", *(str(counts[verdict]) for verdict in verdicts)])
-    lines.append(["all", *(str(total[verdict]) for verdict in verdicts)])
-    return report.table(["section", *verdicts], lines) + "\n"
+    for paper, title in PAPERS.items():
+        of_paper = [
+            (
+                name,
+                Counter(
+                    pair.verdict(tables[section])
+                    for section, module in found.of(paper).items()
+                    for pair in _pairs(module)
+                ),
+            )
+            for name, tables in zip(found.models, found.tables, strict=True)
+        ]
+        of_paper.append((times.MODEL, Counter(factor.verdict(timed["rows"]) for factor in times.of(paper))))
+        lines += [
+            [
+                f"[{title}](claims/{paper}.md)",
+                name,
+                *(str(counts[each]) for each in judged),
+                str(sum(counts[each] for each in others)),
+            ]
+            for name, counts in of_paper
+            if sum(counts[each] for each in kinds[:-1])
+        ]
+    return report.table(["paper", "model", *judged, "no verdict"], lines, "llrrrr") + "\n"
 
 
-def _claims(of_section: Sequence[Claim], models: Sequence[str], measured: Sequence[Table]) -> str:
-    """A row for each pair of methods: what the paper says, the rule, and of every model what was found and what that amounts to."""
-    heads = ["claim", "in the paper", "rule", *(name for model in models for name in (model, "verdict"))]
+def _pairs(module: ModuleType) -> Iterator[Pair]:
+    return (pair for claim in module.CLAIMS for pair in claim.pairs)
+
+
+def _not_measured(found: _Found) -> str:
+    """Claims without numbers of any model, by paper and section."""
     lines = []
-    for pair in (pair for claim in of_section for pair in claim.pairs):
-        claim = pair.claim
-        found = [cell for each in measured for cell in (pair.ours(each), pair.verdict(each))]
-        lines.append([claim.says, f"{claim.where}: {claim.paper}", f"{pair.rule} ({claim.at})", *found])
+    for paper, title in PAPERS.items():
+        lines.append(f"**{title}**\n")
+        for section, module in found.of(paper).items():
+            left = [claim for claim in module.CLAIMS if len(found.measured(section, claim)) < len(claim.pairs)]
+            lines += [
+                f"- {claim.says}{_against(found, section, claim)} ({claim.where}; {claim.measure}, {claim.at})."
+                for claim in left
+            ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _against(found: _Found, section: str, claim: Claim) -> str:
+    """The methods that a claim was not compared with, where it was compared with others."""
+    there = [pair.other for pair in found.measured(section, claim)]
+    return f", against {', '.join(f'`{other}`' for other in claim.others if other not in there)}" if there else ""
+
+
+def _paper(paper: str, found: _Found, timed: Mapping[str, Any]) -> str:
+    """A paper's page: what was found, then a section for each thing that was measured."""
+    parts = [
+        f"# Claims of {PAPERS[paper]}\n",
+        f"**{CONCLUSIONS[paper].replace('LEADERBOARD', '../leaderboard.md')}**\n",
+        f"The method: [{PAPERS[paper]}](../methods/{paper}.md). Rules, and claims that were not measured: "
+        "[checks of published claims](../reproduction.md).\n",
+    ]
+    for section, module in found.of(paper).items():
+        there = [index for index, of in enumerate(found.rows) if section in of]
+        if there:
+            parts += _section(section, module, found, there)
+    if times.of(paper):
+        parts.append(times.render(paper, timed))
+    return "\n".join(parts)
+
+
+def _section(section: str, module: ModuleType, found: _Found, there: Sequence[int]) -> list[str]:
+    """A section's text, claims, verdicts, and all numbers."""
+    title = module.TITLE.partition(": ")[2]
+    parts = [f"## {title[0].upper()}{title[1:]}\n", f"{module.ABOUT}\n"]
+    measured = [(claim, pairs) for claim in module.CLAIMS if (pairs := found.measured(section, claim))]
+    settings = {claim.setting for claim, _ in measured}
+    lines = []
+    for number, (claim, _) in enumerate(measured, 1):
+        setting = f" ({claim.setting})" if len(settings) > 1 and claim.setting else ""
+        lines.append(f"{number}. {claim.says}. *{claim.where}:* {claim.paper}{setting}.")
+    if len(settings) == 1 and settings != {""}:
+        parts.append(f"The paper's setting: {settings.pop()}.\n")
+    parts += ["\n".join(lines) + "\n", _claims([pairs for _, pairs in measured], found, section, there)]
+    for index in there:
+        name, rows = found.models[index], found.tables[index][section]
+        about = ", ".join(f"{key} {value}" for key, value in found.rows[index][section]["settings"].items())
+        parts += [f"Means with {name} ({about}; {_samples(rows)} samples):\n", _numbers(list(rows.values()))]
+    return parts
+
+
+def _claims(of_claims: Sequence[Sequence[Pair]], found: _Found, section: str, there: Sequence[int]) -> str:
+    """A row for each comparison: the claim's number, the rule, and each model's numbers and verdict."""
+    heads = ["claim", "rule", *(head for index in there for head in (found.models[index], "verdict"))]
+    lines = []
+    for number, pairs in enumerate(of_claims, 1):
+        for pair in pairs:
+            of_models = (found.tables[index][section] for index in there)
+            cells = [cell for each in of_models for cell in (pair.ours(each), pair.verdict(each))]
+            lines.append([str(number), f"{pair.rule} ({pair.claim.at})", *cells])
     return report.table(heads, lines, "l") + "\n"
 
 

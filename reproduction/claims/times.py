@@ -1,4 +1,4 @@
-"""The papers' claims about time and memory beside the results of `benchmarks.decode`; a section of docs/reproduction.md."""
+"""The papers' claims about time and memory beside the results of `benchmarks.decode`: a section of the papers' pages."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,17 @@ from reproduction.intervals import means_interval
 
 RESULTS = tables.RESULTS / "decode-h200.json"
 
-TITLE = "Time and memory"
+MODEL = "Llama-3.1-8B, random weights"
+"""What the tables call the model."""
 
 ABOUT = """\
-Measured by `python -m benchmarks.decode` with random weights of Llama-3.1-8B's shape, see [speed](speed.md). Papers measured on other
-devices, and against other programs, that spend more on a step besides attention, or less; so what is judged is only whether a method is
-better than the other, or, where a claim has a margin, no more than so much worse; and both factors are told. A claim about time **holds**
-if the 95 % interval of the difference of the means of repeated runs is in its favour, **fails** if it is as clearly against it."""
+The papers used other hardware and other baselines, so only the direction of a claim is judged. Both ratios are shown. A claim about time holds
+if the means of repeated calls differ significantly (95 %). The first call warms the device up and is not counted. Memory is XLA's memory analysis of
+the compiled programs. More figures: [speed](../speed.md)."""
+
+PROVENANCE = """\
+Time and memory: Llama-3.1-8B's shape with random weights, measured by `python -m benchmarks.decode`.
+"""
 
 Measure = Literal["TPOT", "TTFT", "tokens per second", "memory"]
 
@@ -57,16 +61,22 @@ class Factor:
     margin: float = 0.0
 
     def samples(self, rows: Rows) -> tuple[np.ndarray, np.ndarray] | None:
-        """Of the method and the other, repeated runs in the measure's unit; None where one is not measured."""
-        for prefill in (True, False):  # peaks include prefill or not, for both alike
+        """Of the method and the other, repeated calls in the measure's unit; None where one is not measured."""
+        kind = self._kind(rows)
+        if kind is None:
+            return None
+        return self._numbers(kind[0]), self._numbers(kind[1])
+
+    def _kind(self, rows: Rows) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+        """Rows of the method and the other, both with prefill or both without."""
+        for prefill in (True, False):
             kind = [row for row in rows if row["prefill"] == prefill]
             ours, other = self._of(kind, self.method, self.settings), self._of(kind, self.other, {})
             if ours is not None and other is not None:
                 return ours, other
         return None
 
-    def _of(self, rows: Rows, policy: str, settings: Mapping[str, Any]) -> np.ndarray | None:
-        field, _, factor = FIELDS[self.measure]
+    def _of(self, rows: Rows, policy: str, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
         asked = {"program": "kvjax", "policy": policy, "context": self.context, "batch": self.batch}
         fitting = [
             row
@@ -75,18 +85,29 @@ class Factor:
             and settings.items() <= row["settings"].items()
             and ("eta" in settings) == ("eta" in row["settings"])
             and "reuse" not in row["settings"]
-            and row.get(field) is not None
+            and row.get(FIELDS[self.measure][0]) is not None
         ]
-        if not fitting:
-            return None
-        values = np.atleast_1d(np.asarray(fitting[-1][field], float)) * factor
-        return 1000 * fitting[-1]["batch_run"] / values if self.measure == "tokens per second" else values
+        return fitting[-1] if fitting else None
+
+    def _numbers(self, row: Mapping[str, Any]) -> np.ndarray:
+        field, _, factor = FIELDS[self.measure]
+        values = np.atleast_1d(np.asarray(row[field], float)) * factor
+        if field == "tpot_all_ms" and len(values) > 1:
+            values = values[1:]  # the first call warms the device up
+        return 1000 * row["batch_run"] / values if self.measure == "tokens per second" else values
+
+    def measured(self, rows: Rows) -> str:
+        """What the numbers are of. Memory includes prefill or not, for both methods alike."""
+        kind = self._kind(rows)
+        if self.measure != "memory" or kind is None:
+            return self.measure
+        return "memory of prefill and decoding" if kind[0]["prefill"] else "memory of decoding"
 
     def verdict(self, rows: Rows) -> str:
         """The verdict by these measurements."""
         found = self.samples(rows)
         if found is None:
-            return "not measured yet"
+            return "not measured"
         sign = 1 if self.measure == "tokens per second" else -1
         ours, other = found[0], found[1] * (1 - sign * self.margin)
         if self.measure == "memory":  # from XLA's memory analysis, which does not vary
@@ -97,11 +118,11 @@ class Factor:
         return "holds" if mean > 0 else "fails"
 
     def ours(self, rows: Rows) -> str:
-        """Both numbers, and how many times better the method's is."""
+        """Both medians, and how many times better the method's is."""
         found = self.samples(rows)
         if found is None:
             return ""
-        mine, other = (float(np.mean(each)) for each in found)
+        mine, other = (float(np.median(each)) for each in found)
         better = mine / other if self.measure == "tokens per second" else other / mine
         show = FIELDS[self.measure][1]
         return f"{show.format(mine)}, {show.format(other)}: {better:.2f} times"
@@ -149,7 +170,7 @@ FACTORS = (
     *(
         chelsea(
             f"At {context} tokens clustering adds no more than 5 % to the time to first token",
-            paper=f"{paper}; the margin is this page's",
+            paper=f"{paper}; the margin is ours",
             measure="TTFT",
             context=context,
             margin=0.05,
@@ -157,7 +178,7 @@ FACTORS = (
         for context, paper in ((32768, "4.306 s, 4.212 s"), (65536, "11.500 s, 11.421 s"))
     ),
     clusterkv(
-        "With a budget of 1024 and a prompt of 32k ClusterKV writes more tokens per second than full attention",
+        "With a budget of 1024 and a prompt of 32k ClusterKV generates more tokens per second than full attention",
         "Figure 12, section V-C",
         "up to 2.5 times",
         "tokens per second",
@@ -179,7 +200,7 @@ FACTORS = (
     ),
     catekv("At 500 thousand tokens it takes less memory", paper="2.72 times", measure="memory", context=512000),
     catekv(
-        "At 40 thousand tokens, in the largest batches that fit, it writes more tokens per second",
+        "At 40 thousand tokens, in the largest batches that fit, it generates more tokens per second",
         paper="3.96 times",
         measure="tokens per second",
         context=40960,
@@ -193,12 +214,22 @@ def recorded() -> dict[str, Any]:
     return report.read(RESULTS)
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """The part of the page."""
+def of(paper: str) -> list[Factor]:
+    """A paper's claims."""
+    return [factor for factor in FACTORS if factor.method == paper]
+
+
+def render(paper: str, content: Mapping[str, Any]) -> str:
+    """The section of a paper's page."""
     device, rows = content["header"]["device"], content["rows"]
     lines = [
-        [factor.says, f"{factor.where}: {factor.paper}", factor.measure, factor.ours(rows), factor.verdict(rows)]
-        for factor in FACTORS
+        [
+            f"{factor.says} (*{factor.where}:* {factor.paper})",
+            factor.measured(rows),
+            factor.ours(rows),
+            factor.verdict(rows),
+        ]
+        for factor in of(paper)
     ]
-    table = report.table(["claim", "in the paper", "measure", "ours", "verdict"], lines, "l")
-    return f"## {TITLE}\n\n{ABOUT}\n\nMeasured on {device}.\n\n{table}\n"
+    table = report.table(["claim", "measure", f"{MODEL}, {device}", "verdict"], lines, "l")
+    return f"## Time and memory\n\n{ABOUT}\n\n{table}\n"

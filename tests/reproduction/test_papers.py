@@ -28,6 +28,7 @@ from reproduction.claims import (
     clusterkv_recall,
     page,
     papers_tasks,
+    times,
     treekv,
 )
 from reproduction.claims.claim import FULL, MEASURES, STREAMING, Claim, table
@@ -69,13 +70,13 @@ def test_a_margin_moves_the_line():
 
 
 def test_there_is_no_verdict_without_headroom():
-    """Full and StreamingLLM differ by 5, or by -1, 0 and 1; lower perplexity is better. Without both, it is not measured yet."""
+    """Full and StreamingLLM differ by 5, or by -1, 0 and 1; lower perplexity is better. Without both, it is not judged."""
     ours, other, measure = [5, 5, 5.1], [7, 7, 7], "perplexity"
     apart, alike = [6, 6, 6], [2, 1, 0]
     assert judged(ours, other, measure=measure, full=[1, 1, 1], streaming_llm=apart) == "holds"
     assert judged(other, ours, measure=measure, full=[1, 1, 1], streaming_llm=apart) == "fails"
     assert judged(ours, other, measure=measure, full=[1, 1, 1], streaming_llm=alike) == "no headroom"
-    assert judged(ours, other, measure=measure, full=[1, 1, 1]) == "not measured yet"
+    assert judged(ours, other, measure=measure, full=[1, 1, 1]) == "not judged"
 
 
 def test_there_is_no_verdict_by_another_measure_than_the_papers():
@@ -155,16 +156,16 @@ def content(sections: dict) -> dict:
 
 def test_the_page_of_made_up_numbers():
     claims = SECTIONS["treekv"].CLAIMS
-    text = page.render([content({"treekv": made_up(claims)})])
-    assert "toy (`f`) in float32 on 1 x abacus; jax 9.9" in text
-    assert "toy: books 3; 3 samples." in text
+    pages = page.render([content({"treekv": made_up(claims)})])
+    treekv, first = pages["claims/treekv.md"], pages["reproduction.md"]
+    assert "toy (`f`) in float32 on 1 x abacus; jax 9.9" in first
+    assert "Means with toy (books 3; 3 samples):" in treekv
     # Lower is better; a name's length is its number: tova 4 < treekv 6 < streaming_llm 13, h2o 3, full 4.
     rule = "perplexity of `treekv` no more than 0.02 worse than that of `tova` (4096 tokens)"
-    assert f"| {rule} | 6.12, 4.12 (difference 2.00 ± 0.63) | fails |" in text
-    assert "| `treekv` | 3 | 9 | 0 | 0 | 0 | 0 | 0 |" in text
-    assert "| `streaming_llm` | 13.12 | 13.12 | 13.12 | 13.12 |" in text
-    chelsea = text[text.index("## Chelsea") :]
-    assert "\nNot measured yet.\n" in chelsea[: chelsea.index("\n## ")]
+    assert f"| 2 | {rule} | 6.12, 4.12 (difference 2.00 ± 0.63) | fails |" in treekv
+    assert "| [TreeKV](claims/treekv.md) | toy | 3 | 9 | 0 | 0 |" in first
+    assert "| `streaming_llm` | 13.12 | 13.12 | 13.12 | 13.12 |" in treekv
+    assert first.count("comparisons of one method") == 1
 
 
 def test_models_stand_side_by_side():
@@ -172,38 +173,120 @@ def test_models_stand_side_by_side():
     first, second = content({"treekv": made_up(claims)}), content({"treekv": made_up(claims)})
     second["header"]["settings"]["model"] = "doll.gguf"
     second["rows"][0]["rows"] = second["rows"][0]["rows"][:1]
-    text = page.render([first, second])
-    assert "| rule | toy | verdict | doll | verdict |" in text
-    assert "doll, means of all that was measured" in text
-    assert text.index("toy (`f`)") < text.index("doll.gguf (`f`)")
+    pages = page.render([first, second])
+    assert "| rule | toy | verdict | doll | verdict |" in pages["claims/treekv.md"]
+    assert "Means with doll (" in pages["claims/treekv.md"]
+    assert pages["reproduction.md"].index("toy (`f`)") < pages["reproduction.md"].index("doll.gguf (`f`)")
 
 
 def test_a_section_shows_models_that_it_was_measured_with():
     claims = SECTIONS["treekv"].CLAIMS
     first, second = content({"treekv": made_up(claims)}), content({})
     second["header"]["settings"]["model"] = "doll.gguf"
-    treekv = page.render([first, second]).partition(f"## {SECTIONS['treekv'].TITLE}")[2].partition("\n## ")[0]
-    assert "| rule | toy | verdict |\n" in treekv
-    assert "\nNot measured yet with doll.\n" in treekv
+    pages = page.render([first, second])
+    assert "| rule | toy | verdict |\n" in pages["claims/treekv.md"]
+    assert "doll" not in pages["claims/treekv.md"]
 
 
-def test_the_page_has_sections_in_the_papers_order():
+def test_every_claim_is_on_a_page():
+    """Measured ones on the page of their paper, with what the paper reports; the others in the list on the first page, and only there."""
     everything = content({name: made_up(module.CLAIMS) for name, module in reversed(SECTIONS.items())})
-    text = page.render([everything])
-    assert text == page.render([json.loads(json.dumps(everything))])
-    places = [text.index(f"## {module.TITLE}\n") for module in SECTIONS.values()]
-    assert places == sorted(places)
-    for module in SECTIONS.values():
+    pages, none = page.render([everything]), page.render([content({})])
+    assert pages == page.render([json.loads(json.dumps(everything))])
+    for name, module in SECTIONS.items():
+        text = f"claims/{page.paper_of(name)}.md"
         for claim in module.CLAIMS:
-            assert f"| {claim.says} | {claim.where}: {claim.paper} |" in text
+            assert f". {claim.says}. *{claim.where}:* {claim.paper}" in pages[text]
+            assert f"\n- {claim.says} (" in none["reproduction.md"]
+            assert claim.says not in none[text]
+    assert not [
+        line for line in pages["reproduction.md"].partition("## Not measured")[2].splitlines() if line.startswith("- ")
+    ]
 
 
-def test_the_page_is_the_result_files():
-    """A file of results for each model, one page."""
+def test_a_claim_that_is_measured_in_part_is_on_both_pages():
+    claim = SECTIONS["treekv"].CLAIMS[0]
+    rows = [row for row in made_up([claim]) if row["method"] != "h2o"]
+    pages = page.render([content({"treekv": rows})])
+    assert f"\n- {claim.says}, against `h2o` (" in pages["reproduction.md"]
+    assert "lower than that of `streaming_llm` (4096 tokens)" in pages["claims/treekv.md"]
+    assert "lower than that of `h2o`" not in pages["claims/treekv.md"]
+
+
+def test_the_pages_are_the_result_files():
+    """A file of results for each model, and no page that is not made from them."""
     assert sorted(papers.recorded()) == RESULTS
     contents = [report.read(path) for path in papers.recorded()]
-    assert papers.PAGE.read_text(encoding="utf-8") == page.render(contents)
+    pages = page.render(contents)
+    for name, text in pages.items():
+        assert (papers.DOCS / name).read_text(encoding="utf-8") == text
+    there = {str(path.relative_to(papers.DOCS)) for path in papers.DOCS.glob("claims/*")}
+    assert there == set(pages) - {"reproduction.md"}
     assert page.model(contents[-1]).startswith("SmolLM2")
+
+
+QWEN, SMOLLM2 = "Qwen2.5-Coder-1.5B", "SmolLM2-135M"
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Verdicts of a section with a model on comparisons with another method, in the order of the claims."""
+    verdicts = page.verdicts([report.read(path) for path in papers.recorded()])
+
+    def of(section: str, model: str, *others: str) -> list[str]:
+        return [verdict for pair, verdict in verdicts[section, model] if not others or pair.other in others]
+
+    return of
+
+
+def timed(paper: str, *measures: str) -> set[str]:
+    rows = times.recorded()["rows"]
+    return {factor.verdict(rows) for factor in times.of(paper) if factor.measure in measures}
+
+
+def test_conclusions_are_the_verdicts(found):
+    """Each sentence of `CONCLUSIONS`, and that most comparisons hold."""
+    assert set(page.CONCLUSIONS) == set(page.PAPERS)
+    assert found("treekv", SMOLLM2) == ["holds", "undecided", *["holds"] * 7]
+    assert found("treekv", QWEN) == []
+
+    assert timed("chelsea", "TPOT", "memory") == {"holds"}
+    assert found("chelsea_needle", SMOLLM2, "streaming_llm", "cam") == ["fails", "fails"]
+    lines = (papers.DOCS / "leaderboard.md").read_text(encoding="utf-8").splitlines()
+    scores = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if cells and cells[0].strip("`") in ("chelsea", "snapkv", "streaming_llm"):
+            scores.setdefault(cells[0].strip("`"), [float(cell.strip("*").split(" ")[0]) for cell in cells[1:3]])
+    assert all(
+        mine > max(others)
+        for mine, *others in zip(scores["chelsea"], scores["snapkv"], scores["streaming_llm"], strict=True)
+    )
+
+    assert found("clusterkv_recall", QWEN, "quest") == ["undecided", *["holds"] * 3]
+    assert found("clusterkv_recall", SMOLLM2, "quest") == ["holds"] * 4
+    cosine = found("clusterkv_recall", QWEN, "clusterkv, inner product") + found(
+        "clusterkv_recall", SMOLLM2, "clusterkv, inner product"
+    )
+    assert cosine.count("holds") > len(cosine) / 2
+    assert not {"holds"} & {
+        *found("clusterkv_recall", QWEN, "clusterkv, L2"),
+        *found("clusterkv_recall", SMOLLM2, "clusterkv, L2"),
+    }
+
+    for model in (QWEN, SMOLLM2):
+        assert found("chunkkv_needle", model, "h2o", "streaming_llm") == ["holds", "holds"]
+    assert (found("chunkkv_needle", SMOLLM2, "snapkv"), found("chunkkv_needle", QWEN, "snapkv")) == (
+        ["holds"],
+        ["undecided"],
+    )
+    assert found("chunkkv_needle", SMOLLM2, "chunkkv, chunks of 30") == ["fails"]
+
+    assert found("catekv_recall", QWEN, "quest") == found("catekv_recall", SMOLLM2, "quest") == ["holds"]
+    assert timed("catekv", "TPOT", "memory") == {"holds"}
+
+    everything = [verdict for name in SECTIONS for model in (QWEN, SMOLLM2) for verdict in found(name, model)]
+    assert everything.count("holds") > everything.count("fails") + everything.count("undecided")
 
 
 @pytest.fixture
@@ -262,7 +345,7 @@ def test_claims_are_about_what_is_measured(name, pretended):
     rows = table(vars(row) for row in measured.rows)
     assert len(rows) == len(measured.rows)
     for claim in SECTIONS[name].CLAIMS:
-        assert all(pair.verdict(rows) != "not measured yet" for pair in claim.pairs), claim
+        assert not {pair.verdict(rows) for pair in claim.pairs} & {"not measured", "not judged"}, claim
         methods = claim.method, *claim.others
         assert len({len(rows[claim.measure, method, claim.at].samples) for method in methods}) == 1
     assert {row.measure for row in measured.rows} <= set(MEASURES)
@@ -389,4 +472,5 @@ def test_sections_run(names, shared, monkeypatch, tmp_path):
     assert [row["section"] for row in found["rows"]] == papers.chosen(names)
     for row in found["rows"]:
         assert all(np.isfinite(number["samples"]).all() for number in row["rows"])
-    assert "## TreeKV" in page.render([found])
+    pages = page.render([found])
+    assert "## Long texts" in pages["claims/treekv.md"]
