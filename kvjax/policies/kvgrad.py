@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .info import PolicyInfo
-from .kvzip import FIRST, THEN, KVzip, Repetition
+from .kvzip import THEN, KVzip, Repetition
 from .registry import register
 from .replay import Part
 
@@ -24,10 +24,7 @@ class KVgrad(KVzip):
     residual stream after the last layer, over all tokens that are read now. The score is the maximum over queries and
     over the query heads of the group.
 
-    Each part takes two forward passes and a backward pass, with one layer's attention probabilities in memory. While
-    gradients are computed, XLA computes all operations, because Pallas kernels have no gradient.
-
-    kvpress shares one budget among all layers: `scope="model"`.
+    Each part takes two forward passes and a backward pass, with one layer's attention probabilities in memory.
 
     Attributes:
         budget, scope, overlap, sinks, prefix, queries, slack: see `KVzip`.
@@ -47,8 +44,9 @@ class KVgrad(KVzip):
     @property
     def replay(self) -> "Attribution":
         """How the prompt is read again. The words for later parts have no space at their end, as in kvpress."""
-        overlap, part_only = min(self.overlap, self.chunk), self.queries == "repeat"
-        return Attribution(self.chunk, overlap, self.prefix, FIRST, THEN.rstrip(), True, self.sinks, part_only)
+        kvzip = super().replay
+        as_kvzip = {field.name: getattr(kvzip, field.name) for field in dataclasses.fields(kvzip)}
+        return Attribution(**as_kvzip | {"then": THEN.rstrip(), "needs_context": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Attribution(Repetition):
 
     needs_gradients: ClassVar[bool] = True
 
-    def _factors(self, part: Part, length: int) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]]:
-        values = jax.lax.dynamic_slice_in_dim(part.prepared, part.start, length, axis=-1)
+    def _factors(self, part: Part, places: Int[Array, "B C"]) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]]:
+        values = jnp.take_along_axis(part.prepared, places[:, None, None], axis=-1, mode="clip")
         norms = jnp.ones(part.block.mask.shape) if part.sensitivity is None else part.sensitivity
         return values, jnp.where(part.block.mask, jax.lax.stop_gradient(norms), 0.0)

@@ -48,7 +48,7 @@ def observed(sensitivity) -> list[float]:
         around = AttentionContext.alone(unturned)
         prepared = reading.prepare(unturned, held, around)
         block = TokenBlock(queries, new, new, lengths, count, lengths, unturned.rope)
-        one, none = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
+        one, none = jnp.ones(1, jnp.int32), jnp.zeros((), jnp.int32)
         return reading.observe(unturned, Part(held, block, one, count, none, around, prepared, norms))
 
     norms = None if sensitivity is None else np.asarray([sensitivity], np.float32)
@@ -71,7 +71,7 @@ def test_words_have_no_space_at_the_end():
 # Random cases of one layer, without a model: gradients count as 1.
 
 
-@pytest.mark.parametrize("options", [{"budget": 14, "chunk": 9, "sinks": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"budget": 14, "chunk": 9, "sinks": 2, "scope": "layer"}], ids=str)
 def test_equals_the_literal_algorithm(options):
     """A ragged batch of 110 heads, prompts shorter and longer than the budget and than a part."""
     policy, heads, kv_heads = KVgrad(**options), 4, 2
