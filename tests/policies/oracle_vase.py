@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 from policies.facts import Facts
-from policies.oracle_arrays import shares
+from policies.oracle_arrays import highest, shares
 from policies.oracle_recompress import Rounds
 from policies.oracle_scoring import pooled
 
@@ -43,16 +43,9 @@ def projection(seed: int, layer: int, seen: int, size: int, sketch: int) -> np.n
 
 
 def sample(weights: np.ndarray, drawn: np.ndarray, count: int) -> list[int]:
-    """`count` of the indices without replacement, one after the other: the highest logarithm of its weight plus Gumbel noise goes next."""
-    left = {
-        i: np.log(max(w, 1.2e-38)) - np.log(-np.log(max(u, 2.0**-25)))
-        for i, (w, u) in enumerate(zip(weights, drawn, strict=True))
-    }
-    taken = []
-    for _ in range(min(count, len(left))):
-        taken.append(max(left, key=lambda i: left[i]))
-        del left[taken[-1]]
-    return taken
+    """`count` of the indices without replacement: those with the highest logarithm of their weight plus Gumbel noise."""
+    noise = -np.log(-np.log(np.maximum(drawn, 2.0**-25)))
+    return highest(np.log(np.maximum(weights, 1.2e-38)) + noise, range(len(weights)), count)
 
 
 class VaSE(Rounds):
@@ -72,10 +65,10 @@ class VaSE(Rounds):
         if self.variant == "dkv":
             g = projection(self.seed, self.layer, self.seen, self.k.shape[-1], self.sketch)
             size = {p: ((self.k_turned[p, head] @ g) ** 2).sum() * ((self.v[p, head] @ g) ** 2).sum() for p in others}
-            return sorted([*kept, *sorted(others, key=lambda p: -size[p])[:room], *recent])
+            return sorted([*kept, *highest(size, others, room), *recent])
         spread = {p: self.v[p, head].max() - self.v[p, head].min() for p in others}
         count = min(max(int(self.budget * self.share) - self.sinks, 0), room)
-        large = sorted(others, key=lambda p: -spread[p])[:count]
+        large = highest(spread, others, count)
         weights = self.attention_of(head, before)
         rest = [p for p in others if p not in large]
         drawn = uniforms(self.seed, self.layer, self.seen, head)

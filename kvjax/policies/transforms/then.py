@@ -57,8 +57,8 @@ class Then(Policy):
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         first = self.first.layer(spec)
-        evicts = isinstance(first, PromptScorerLayer) and first.is_plain and first.when == "never"
-        if not (evicts and first.policy.keeps_highest):
+        plain = first.is_plain and first.when == "never"
+        if not isinstance(first, PromptScorerLayer) or not (plain and first.policy.keeps_highest):
             raise PolicyError(
                 f"{self.info.name}: {first.policy.info.name!r} does not keep the same number of a prompt's tokens in each head. Begin with "
                 "a policy that does, such as snapkv, pyramidkv or expected_attention."
