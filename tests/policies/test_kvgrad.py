@@ -172,7 +172,7 @@ def test_a_model_reads_again(scope):
                         values,
                         norms[layer],
                     )
-        expected = oracle_kvzip.survivors(scores, policy.budget, scope=scope, sinks=policy.sinks)
+        expected = oracle_kvzip.survivors(scores, policy.budget, scope=scope, sinks=policy.sinks, slack=policy.slack)
         for slots, heads in zip(caches, expected, strict=True):
             held = zip(slots.pos[row], slots.weight[row] > 0, strict=True)
             assert [sorted(p[there].tolist()) for p, there in held] == heads
