@@ -112,6 +112,7 @@ class Token:
         rope: the rotation by positions.
         live: rows that have a token. In other rows, no function of a `CacheLayer` changes the state. None if all rows
             have one.
+        inputs: normed inputs of the attention projections, for a layer that declares `needs_token_inputs`.
     """
 
     q: Float[Array, "B N H"]
@@ -120,6 +121,7 @@ class Token:
     position: Int[Array, " B"]
     rope: Rope = flax.struct.field(pytree_node=False)
     live: Bool[Array, " B"] | None = None
+    inputs: Float[Array, "B D"] | None = None
 
     @property
     def query(self) -> Rotated:

@@ -34,8 +34,8 @@ class KVzap(SurrogateScorer):
     pass of KVzip is not needed.
 
     The prompt is cut to a budget, which the heads of a layer share by default. New tokens are kept. Published results
-    use a threshold for scores instead (KVzap in kvpress' DMSPress). It also evicts new tokens, and the text determines
-    how much is kept. The threshold is not implemented here. Layers with a sliding window keep everything.
+    use a threshold for scores instead (KVzap in kvpress' DMSPress), as `thresholded` does. It also evicts new tokens,
+    and the text determines how much is kept. Layers with a sliding window keep everything.
 
     Attributes:
         budget: slots for the prompt in the average head: a number of tokens, or a fraction of prompt + new tokens. A

@@ -138,6 +138,11 @@ class CacheLayer(Generic[P]):
         return False
 
     @property
+    def needs_token_inputs(self) -> bool:
+        """Whether `append` needs the `inputs` of its token."""
+        return False
+
+    @property
     def reduces_heads(self) -> bool:
         """Whether a decode step runs a psum or pmax over the devices that shard the layer's KV heads.
 
@@ -308,6 +313,10 @@ class WrappedLayer(CacheLayer[P]):
     @property
     def needs_context(self) -> bool:
         return self.inner.needs_context
+
+    @property
+    def needs_token_inputs(self) -> bool:
+        return self.inner.needs_token_inputs
 
     @property
     def reduces_heads(self) -> bool:

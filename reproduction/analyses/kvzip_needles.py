@@ -17,7 +17,7 @@ from reproduction import models
 from reproduction.equal_bytes.suite import Data, make_suites
 from reproduction.sections import RESULTS
 
-POLICIES = "full,kvzip:0.25,kvzip:0.25,slack=1.25,kvzip:0.25,slack=2,kvzip:0.25,scope=layer,prefix=0,kvzip:0.25,scope=head,compactor:0.25"
+POLICIES = "full,kvzip:0.25,kvzip:0.25,slack=1.25,kvzip:0.25,prefix=0,slack=2,kvzip:0.25,scope=layer,prefix=0,kvzip:0.25,scope=head,prefix=0,compactor:0.25"
 
 
 def main() -> None:

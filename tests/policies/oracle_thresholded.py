@@ -32,6 +32,33 @@ class KNorm(Thresholded):
         return -float(np.linalg.norm(self.k[pos, head]))
 
 
+class Told(Thresholded):
+    """Those that score enough by a table stay: `table` [K, S]."""
+
+    table: np.ndarray
+
+    def score(self, head: int, pos: int) -> float:
+        return float(self.table[head, pos])
+
+
+def masked(scores: np.ndarray, prompt: int, window: int, threshold: float) -> list[set[int]]:
+    """What kvpress 0.5.5's DMSPress masks of one KV head after the prompt and each new token, by scores [S].
+
+    As its code has it: a buffer of scores, from which all beyond the latest `window` leave.
+    """
+    gone, found, buffer = set[int](), [], list(scores[:prompt])
+    for seen in range(prompt, len(scores) + 1):
+        if seen > prompt:
+            buffer.append(scores[seen - 1])
+        if len(buffer) > window:
+            count = len(buffer) - window
+            leaving, buffer = buffer[:count], buffer[count:]
+            shift = seen - count - window
+            gone |= {i + shift for i, score in enumerate(leaving) if score < threshold}
+        found.append(set(gone))
+    return found
+
+
 class Random(Thresholded):
     """Those that drew high numbers stay: `drawn` [K, S]."""
 

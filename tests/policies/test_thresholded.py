@@ -7,17 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import to_jax
+from policies import oracle_surrogates, surrogates
 from policies import oracle_thresholded as oracle
 from policies.driver import TINY, as_if_alone, make_case, run
 from policies.oracle_arrays import ROPE
 from policies.slots import after_prompt, kept
 
+import kvjax
 from kvjax.cache import PromptKV, Token, empty
 from kvjax.policies import (
     TOVA,
+    FastKVzip,
     Full,
     KeyDiff,
     KNorm,
+    KVzap,
     PolicyError,
     Random,
     SnapKV,
@@ -26,7 +30,9 @@ from kvjax.policies import (
     prompt_only,
     thresholded,
 )
+from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.families.noise import uniform
+from kvjax.policies.layer import prefill_alone
 
 
 def drawn(kv_heads: int, seed: int) -> np.ndarray:
@@ -114,6 +120,117 @@ def test_a_prompt_alone():
     assert first == kept(policy, case, after_prompt(policy, case))
     for row, length in enumerate((50, 7)):
         assert later[row] == [head | set(range(length, length + 9)) for head in first[row]]
+
+
+# Trained networks, which score a token by the attention inputs with which it comes.
+
+
+@pytest.mark.parametrize(
+    ("make", "network", "threshold", "budget"),
+    [
+        (lambda config: KVzap(weights=surrogates.kvzap(config), sinks=0), oracle_surrogates.kvzap, 0.5, 1.0),
+        pytest.param(
+            lambda config: KVzap(weights=surrogates.kvzap(config, None)),
+            oracle_surrogates.kvzap,
+            -1.0,
+            14,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda config: FastKVzip(weights=surrogates.gates(config), sinks=0),
+            oracle_surrogates.gate,
+            0.2,
+            1.0,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_predicted_scores_as_kvpress_and_as_the_literal_algorithm(make, network, threshold, budget):
+    """Ragged rows: with room for everything, what kvpress masks is gone; within a budget, the lowest scores as well."""
+    steps, window = 12, 4
+    lengths = np.random.default_rng(5).integers(1, 61, size=50)
+    config = TINY.with_attention(num_kv_heads=2)
+    policy = thresholded(make(config).with_budget(budget), threshold, window=window).bind(config)
+    case = make_case(6, lengths, steps, 4, 2)
+    weights = policy.policy.weights.layers[0]
+    size = (len(lengths), case.spec.prompt_len + steps, config.hidden_size)
+    x = np.random.default_rng(6).normal(size=size).astype(np.float32)
+    held, dropped = kept_by_inputs(policy, case, x, steps), 0
+    for row, length in enumerate(lengths.tolist()):
+        table = np.stack([network(weights, token) for token in x[row, : length + steps].astype(np.float64)], axis=1)
+        text = (a[row, : length + steps] for a in (case.q, case.k, case.v))
+        options = {"budget": budget, "threshold": threshold, "window": window, "table": table}
+        literal = oracle.Told(*text, length + steps, length, **options)
+        gone = [oracle.masked(table[head], length, window, threshold) for head in range(2)]
+        literal.read(length)
+        for i in range(steps + 1):
+            if i:
+                literal.read(1)
+            assert held[i][row] == literal.kept(), (row, i)
+            if budget == 1.0:
+                assert held[i][row] == [set(range(length + i)) - gone[head][i] for head in range(2)], (row, i)
+        dropped += sum(len(head) < length + steps for head in held[-1][row])
+    assert dropped > len(lengths) / 2
+
+
+def kept_by_inputs(policy, case, x, steps):
+    """What is kept after a prompt and each new token, of whose attention the inputs are these."""
+    layer, lengths = policy.layer(case.spec), case.lengths
+    size, rows = case.spec.prompt_len, np.arange(len(lengths))
+
+    @jax.jit
+    def prefill(q, k, v, x):
+        prompt = PromptKV.of(ROPE, q, k, v, jnp.asarray(lengths), jnp.asarray(lengths) + steps)
+        around = AttentionContext(lambda: x, lambda: jnp.zeros((case.spec.num_heads, case.spec.head_dim, 1)))
+        return prefill_alone(layer, prompt, around.with_context({}))[0]
+
+    @jax.jit
+    def step(state, q, k, v, pos, x):
+        token = Token(q, k, v, pos, ROPE, inputs=x)
+        _, state, _ = layer.attend(layer.append(state, token), token, {})
+        return layer.compress(state)
+
+    padded = [np.zeros((len(rows), size, *a.shape[2:]), np.float32) for a in (case.q, case.k, case.v)]
+    for whole, given in zip(padded, (case.q, case.k, case.v), strict=True):
+        whole[:, : given.shape[1]] = given[:, :size]
+    state = prefill(*padded, x[:, :size])
+    held = [kept(policy, case, state)]
+    for i in range(steps):
+        at = rows, lengths + i
+        state = step(state, case.q[at], case.k[at], case.v[at], lengths + i, x[at])
+        held.append(kept(policy, case, state))
+    return held
+
+
+def test_new_tokens_of_a_model_have_the_scores_that_a_prompt_gives_them(tiny):
+    """Nothing is evicted, so the states of a text are the same, prefilled whole, in blocks, or decoded."""
+    policy = thresholded(KVzap(weights=surrogates.kvzap(TINY), budget=64), -1e9, window=2)
+    options = {"batch": 1, "prompt_len": 40, "max_new_tokens": 16}
+    prompt = list(range(20))
+    engine = kvjax.Engine(tiny, policy, **options)
+    state, _ = engine.prefill([prompt])
+    first = int(state.token[0])
+    state, tokens, _ = engine.decode(state, 8)
+    text = [*prompt, first, *np.asarray(tokens)[0, :8].tolist()][:28]
+    whole, _ = engine.prefill([text])
+    blocks, _ = kvjax.Engine(tiny, policy, **options, block=8).prefill([text])
+    for decoded, *others in zip(state.caches, whole.caches, blocks.caches, strict=True):
+        for other in others:
+            np.testing.assert_allclose(
+                scores_by_position(decoded)[:, :28], scores_by_position(other)[:, :28], atol=1e-5
+            )
+
+
+def scores_by_position(state):
+    """Scores [K, S] of the only row's tokens, in order."""
+    pos, score = np.asarray(state.cache.pos)[0], np.asarray(state.score)[0]
+    return np.stack([s[np.argsort(np.where(p < 0, 10**6, p), kind="stable")] for p, s in zip(pos, score, strict=True)])
+
+
+def test_a_layer_alone_says_that_inputs_are_missing():
+    policy = thresholded(KVzap(weights=surrogates.kvzap(TINY), budget=20), 0.0, window=4)
+    with pytest.raises(PolicyError, match=r"a token has no attention inputs\. Use kvjax\.Engine"):
+        run(policy, make_case(0, [9], 2, 4, 2))
 
 
 ALONE = sorted(name for name, cls in policies().items() if getattr(cls, "scores_alone", False))

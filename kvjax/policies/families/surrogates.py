@@ -145,6 +145,8 @@ class SurrogateScorer(PromptScorer):
         weights: a `Surrogate`, or the path of published weights.
         scope: whether the heads of a "layer" share their budgets, or each "head" has its own.
         sinks: first tokens, always kept.
+
+    A score depends on the token's attention inputs alone, so `thresholded` is supported, also while decoding.
     """
 
     keeps_highest: ClassVar[bool] = False
@@ -225,19 +227,34 @@ class SurrogateScorer(PromptScorer):
 
     def chosen(self, layer: PromptScorerLayer[Any], prompt: PromptKV, carry: Carry) -> Bool[Array, "B K T"]:
         """Which tokens of a prompt one of the policy's layers keeps."""
-        spec = layer.spec
+        return layer.best(prompt, self.prompt_scores(layer.spec, prompt, carry))[0]
+
+    def prompt_scores(self, spec: LayerSpec, prompt: PromptKV, carry: Carry) -> Float[Array, "B K T"]:
+        """Scores of the tokens of a prompt, or of a block behind kept tokens, whose scores are then arbitrary."""
+        x = AttentionContext.of(carry, spec).inputs()
+        if prompt.before and x.shape[1] > 1:
+            x = jnp.pad(x, ((0, 0), (prompt.before, 0), (0, 0)))
+        size = (prompt.k.shape[0], prompt.size, self._width(spec))
+        x = jnp.broadcast_to(x, size)  # without a model, all inputs are equal
+        return self.scores_of(spec, jnp.where(prompt.live[:, 0, :, None], x, jnp.zeros((), x.dtype)))
+
+    def _width(self, spec: LayerSpec) -> int:
+        """Number of attention inputs that a layer's network reads."""
         if not isinstance(self.weights, Surrogate):
             raise not_bound(self.info)
-        x = jax.lax.stop_gradient(AttentionContext.of(carry, spec).inputs()).astype(jnp.float32)
         weights = self.weights.layers[spec.layer]
-        width = next(weights[name].shape[1] for name in self.reads if name in weights)
-        x = jnp.broadcast_to(x, (prompt.k.shape[0], prompt.size, width))  # without a model, all inputs are equal
-        x = jnp.where(prompt.live[:, 0, :, None], x, 0.0)
+        return next(weights[name].shape[1] for name in self.reads if name in weights)
+
+    def scores_of(self, spec: LayerSpec, x: Float[Array, "B T D"]) -> Float[Array, "B K T"]:
+        """Scores of tokens by their attention inputs, for the layer's KV heads."""
+        if not isinstance(self.weights, Surrogate):
+            raise not_bound(self.info)
+        x, weights = jax.lax.stop_gradient(x).astype(jnp.float32), self.weights.layers[spec.layer]
         heads = spec.head_ids if spec.kv_heads is None else jnp.asarray(spec.kv_heads)
         # The barrier keeps XLA from constant folding with the weights while it compiles.
         own = {name: jax.lax.optimization_barrier(jnp.asarray(array)) for name, array in weights.items()}
         own = {name: array.astype(jnp.float32) for name, array in own.items()}
-        return layer.best(prompt, self.predicted(own, x, heads))[0]
+        return self.predicted(own, x, heads)
 
 
 def missing_weights(policy: Any) -> PolicyError:

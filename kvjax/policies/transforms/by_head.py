@@ -132,6 +132,10 @@ class ByHeadLayer(CacheLayer[ByHead]):
         return any(layer.needs_context for layer in self._layers)
 
     @property
+    def needs_token_inputs(self) -> bool:
+        return any(layer.needs_token_inputs for layer in self._layers)
+
+    @property
     def reduces_heads(self) -> bool:
         return any(layer.reduces_heads for layer in self._layers)
 

@@ -58,6 +58,10 @@ class PromptOnlyLayer(CacheLayer[PromptOnly]):
     def max_kept(self) -> int:
         return self.inner.max_kept + max(self.spec.new_tokens, 1)
 
+    @property
+    def needs_context(self) -> bool:
+        return self.inner.needs_context
+
     def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[LayerCache, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
         kept = self.inner.view(state)

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, PromptKV, Token
+from kvjax.cache import LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.pallas_kernels import top_k
 
 from ..base import Policy
 from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
+from ..families.surrogates import SurrogateScorer
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
-from ..layer import CacheLayer, Carry
+from ..layer import CacheLayer, Carry, Reads
 from .wrapper import Wrapper
 
 
@@ -35,19 +36,22 @@ class Thresholded(Wrapper):
     window: int = 128
 
     def __post_init__(self) -> None:
-        if not getattr(self.policy, "scores_alone", False):
+        if not getattr(self.policy, "scores_alone", False) and not isinstance(self.policy, SurrogateScorer):
             raise PolicyError(
                 f"thresholded: scores of {self.policy.info.name!r} depend on other tokens, so a threshold has no fixed meaning. Use a "
-                "policy that scores each token alone, such as knorm."
+                "policy that scores each token alone, such as knorm or kvzap."
             )
         check_fields(self, window=0)
-        if cast(ScoreEviction, self.policy).round_size > 1:
+        if isinstance(self.policy, ScoreEviction) and self.policy.round_size > 1:
             raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds. Give it every=1.")
 
     @property
     def info(self) -> PolicyInfo:
         inner = super().info
-        return dataclasses.replace(inner, summary=f"{inner.summary}, of those that score enough")
+        info = dataclasses.replace(inner, summary=f"{inner.summary}, of those that score enough")
+        if isinstance(self.policy, SurrogateScorer):  # its budget is for the prompt alone, and its heads share slots
+            info = dataclasses.replace(info, stage="both", budget_excludes_new_tokens=False, heads_coupled=False)
+        return info
 
     def validate(self, tokens: int) -> None:
         scorer = cast(ScoreEviction, self.policy)
@@ -69,7 +73,10 @@ class Thresholded(Wrapper):
             return inner
         scorer = cast(ScoreEviction, self.policy)
         least = self.least_slots if isinstance(scorer.budget, float) else 0
-        return ThresholdedLayer(scorer, spec, threshold=float(self.threshold), window=self.window, least=least)
+        numbers = {"threshold": float(self.threshold), "window": self.window, "least": least}
+        if isinstance(self.policy, SurrogateScorer):
+            return PredictedLayer(Predicted(scorer.budget, network=self.policy), spec, **numbers)
+        return ThresholdedLayer(scorer, spec, **numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +124,64 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
         return (pos >= first[:, None, None]) & (pos < seen[:, None, None] - self.window)
 
 
+@dataclasses.dataclass(frozen=True)
+class Predicted(ScoreEviction):
+    """Scores of a trained network, which a token has from the attention inputs with which it comes.
+
+    Attributes:
+        budget: slots in total.
+        network: predicts the scores.
+    """
+
+    network: SurrogateScorer = dataclasses.field(kw_only=True)
+
+    @property
+    def info(self) -> PolicyInfo:
+        return self.network.info
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        return self.network.always_kept(budget)
+
+    def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
+        if token.inputs is None:
+            raise PolicyError(
+                f"{self.info.name}: a token has no attention inputs. Use kvjax.Engine, or give Token(inputs=...) to a single layer."
+            )
+        return self.network.scores_of(spec, token.inputs[:, None])[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedLayer(ThresholdedLayer):
+    """One layer of `Thresholded` around a trained network."""
+
+    policy: Predicted
+
+    @property
+    def needs_context(self) -> bool:
+        return True
+
+    @property
+    def needs_token_inputs(self) -> bool:
+        return True
+
+    @property
+    def reads(self) -> Reads:
+        return "blocks"
+
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ScoredCache, Carry]:
+        return self._scored(prompt, self.policy.network.prompt_scores(self.spec, prompt, carry)), carry
+
+    def read_block(
+        self, state: ScoredCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
+        prompt = cache.as_prompt_with_block(state.cache, block)
+        before = cache.with_places(state.cache, state.score, block)
+        fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
+        score = jnp.where(fresh, self.policy.network.prompt_scores(self.spec, prompt, carry), before)
+        out, new = cache.attend_prompt(self.spec, prompt), self._scored(prompt, score)
+        return out, cache.where_rows(block.count > 0, new, state), carry
+
+
 def thresholded(
     policy: Policy, threshold: int | float, window: int = 128, budget: int | float | None = None
 ) -> Thresholded:
@@ -127,13 +192,17 @@ def thresholded(
     much each head keeps, within the policy's budget. If more tokens would stay, the lowest scores are evicted. Slots
     are allocated for the budget. A fraction of 1.0 has room for everything.
 
+    The networks of `kvzap` and `fast_kvzip` predict a token's score from the attention inputs with which it comes, in
+    a prompt and while decoding: `thresholded(KVzap(weights=PATH, budget=0.5), threshold=-4)`. This is KVzap as
+    published. The budget is then for all tokens, in each head, and `scope` and the policy's window have no effect.
+
     This resembles kvpress' `DMSPress(decoding=True)`, which masks dropped tokens without freeing their memory. Its
     default, without evictions while decoding, is `prompt_only(thresholded(...))`. No threshold suits all models: look
     at the scores of some texts.
 
     Args:
-        policy: scores each token alone (`ScoreEviction.scores_alone`): knorm, random, or your own. knorm keeps
-            everything in its first layers.
+        policy: scores each token alone: knorm, random, kvzap, fast_kvzip, or your own (`ScoreEviction.scores_alone`).
+            knorm keeps everything in its first layers.
         threshold: minimum score of a token that stays, by the policy's scores: for knorm, -1 times the norm of the key.
         window: latest tokens, always kept.
         budget: replaces the policy's budget if given.
