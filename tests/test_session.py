@@ -634,7 +634,7 @@ def test_an_answer_that_was_begun(talker):
     begun = {"role": "assistant", "content": "Well,"}  # the template strips texts
     assert talk.messages == [messages[0], begun]
     reply = talk.answer(5, ignore_eos=True)
-    assert talk.messages == [messages[0], {"role": "assistant", "content": "Well," + reply.text}]
+    assert talk.messages == [messages[0], {"role": "assistant", "content": f"Well,{reply.text}"}]
     options.pop("max_new_tokens")
     assert reply.tokens == kvjax.generate(talker, messages, max_new_tokens=5, ignore_eos=True, **options).tokens
     talk.chat("and?", 2, ignore_eos=True)

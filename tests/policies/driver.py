@@ -188,7 +188,8 @@ def _every_policy(budget: int | float, kind: type) -> tuple[Policy, ...]:
         if "residual" in fields:  # of what is quantised, as much stays exact
             options |= {"residual": budget if isinstance(budget, int) else 16, "group": 4, "bits": 8}
         if "exact_layers" in fields:  # of TINY's two layers, both where as much as the budget stays exact
-            options |= {"exact_layers": 1 if isinstance(budget, int) and budget > 1000 else 0, "group": 4}
+            options["exact_layers"] = 1 if isinstance(budget, int) and budget > 1000 else 0
+            options |= {"group": 4} if "group" in fields else {}
         made.append(get_policy(name, **options, **model_inputs(cls, TINY)).bind(TINY))
     return tuple(made)
 
