@@ -48,6 +48,9 @@ MENDED = "2026-11-27"
 
 LAST_LINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
 
+FORMER_DEFAULTS = {"kvzip": "scope=layer,prefix=0"}
+"""Options that were the defaults of policies when their rows were measured."""
+
 
 def about_ruler(header: Mapping[str, Any]) -> list[str]:
     """How RULER's tasks differ from the official ones; empty for results without them."""
@@ -261,7 +264,12 @@ def _not_run(rows: Sequence[Mapping[str, Any]]) -> str:
     """Registered policies that were not run."""
     run = {row["policy"].partition(":")[0] for row in rows}
     missing = ", ".join(f"`{name}`" for name in policies() if name not in run)
-    return f"Not run: {missing or 'none'}.\n"
+    former = " ".join(
+        f"The rows of `{name}` were measured with its former defaults, `{options}`."
+        for name, options in FORMER_DEFAULTS.items()
+        if name in run
+    )
+    return f"Not run: {missing or 'none'}. {former}".rstrip() + "\n"
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
