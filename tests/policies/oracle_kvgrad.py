@@ -12,6 +12,7 @@ FACTS = {
         published={name: x for name, x in KVZIP["kvzip"].published.items() if name != "plus"} | {"chunk": 512},
         least=KVZIP["kvzip"].least,
         budgets=KVZIP["kvzip"].budgets,
+        small={"chunk": 8},
         golden=KVZIP["kvzip"].golden,
         tier="long",
         whole_prompts=True,

@@ -71,7 +71,7 @@ def test_with_an_ample_budget_it_is_the_full_caches(policy, full):
 
 
 @pytest.mark.parametrize(
-    "policy", [p for p in policies_with(16) if not {"quantized", "turboquant"} & {p.id.partition("(")[0]}]
+    "policy", [p for p in policies_with(16) if not {"fp8", "quantized", "turboquant"} & {p.id.partition("(")[0]}]
 )
 def test_with_a_tight_budget_it_is_the_slope(policy, full):
     """In a random direction, against differences so small that the choice stays as it is."""

@@ -381,7 +381,7 @@ def test_state_round_trips(policy, tiny, tmp_path):
     fork = jax.tree.map(jnp.copy, state)
     state, tokens, logprobs = proceed(state)
     with np.load(tmp_path / "state.npz") as saved:
-        restored = [jax.device_put(saved[f"arr_{i}"], leaf.sharding) for i, leaf in enumerate(leaves)]
+        restored = [jax.device_put(saved[f"arr_{i}"].view(leaf.dtype), leaf.sharding) for i, leaf in enumerate(leaves)]
     restored = jax.tree.unflatten(tree, restored)
     for other in (fork, restored):
         _, other_tokens, other_logprobs = proceed(other)
