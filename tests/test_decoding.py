@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, UInt32
+from policies.driver import TINY
+from policies.surrogates import model_inputs
 
 from kvjax import cache
 from kvjax.cache import Shard
 from kvjax.conversion.state_dict import quantize_weights
 from kvjax.models import transformer
 from kvjax.pallas_kernels.device import Target
-from kvjax.policies import TOVA, Chelsea, ClusterKV, Full, StreamingLLM, by_head, by_layer
+from kvjax.policies import TOVA, Chelsea, ClusterKV, Full, StreamingLLM, TriAttention, by_head, by_layer
 from kvjax.runtime import compression, decoding, program
 from kvjax.runtime import rows as serving
 from kvjax.runtime.program import CONCURRENT_GRAPH_OPTIONS, CUDA_GRAPH_OPTIONS, MATMUL_OPTIONS, MESH_GRAPH_OPTIONS
@@ -34,6 +36,11 @@ CASES = [
     ),
     pytest.param(MIXED, id="beside ever busy heads", marks=pytest.mark.slow),
     pytest.param(by_layer([CLUSTERKV, CHELSEA]), id="by layer", marks=pytest.mark.slow),
+    pytest.param(
+        TriAttention(budget=8, every=4, window=2, sets="union", **model_inputs(TriAttention, TINY)),
+        id="layers together",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -100,11 +100,7 @@ class Compression:
         # devices they run in order anyway, and an explicit order only costs memory (measured with Chelsea by
         # `benchmarks.fits`).
         held, before, waits = list(caches), None, target().platform == "gpu"
-        carry: Carry = {}
-        for i in self.lazy:
-            if layers[i].compresses_together:
-                with calling(layers[i], "before_compress"):
-                    carry = layers[i].before_compress(held[i], carry)
+        carry = observed_together([layers[i] for i in self.lazy], [held[i] for i in self.lazy])
         for i in self.lazy:
             held[i] = compressed(layers[i], _after(before, held[i]), carry)
             if waits:
@@ -114,6 +110,16 @@ class Compression:
     def _of(self, batch: int | None) -> tuple[CacheLayer[Any], ...]:
         specs = self.specs if batch is None else [dataclasses.replace(spec, batch=batch) for spec in self.specs]
         return tuple(sharded(self.policy.layer(spec)) for spec in specs)
+
+
+def observed_together(layers: Sequence[CacheLayer[Any]], caches: Sequence[Any]) -> Carry:
+    """What layers that compress together know of one another, for `compressed`."""
+    carry: Carry = {}
+    for layer, cache in zip(layers, caches, strict=True):
+        if layer.compresses_together:
+            with calling(layer, "before_compress"):
+                carry = layer.before_compress(cache, carry)
+    return carry
 
 
 def compressed(layer: CacheLayer[Any], cache: Any, carry: Carry | None = None) -> Any:

@@ -24,7 +24,7 @@ from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
-from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed
+from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed, observed_together
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
 from kvjax.runtime.program import (
@@ -163,7 +163,8 @@ def step(
     """Process one token per sequence. Returns the next token's logits [B, V] and the compressed caches."""
     layers = layers_of(policy, specs)
     logits, caches = transformer.decode_step(params, caches, token, pos, layers)
-    return logits, tuple(compressed(layer, cache) for layer, cache in zip(layers, caches, strict=True))
+    carry = observed_together(layers, caches)
+    return logits, tuple(compressed(layer, cache, carry) for layer, cache in zip(layers, caches, strict=True))
 
 
 def reordered(state: Any, rows: Int[Array, " B"]) -> Any:
