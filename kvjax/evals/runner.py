@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt
 
 from kvjax._util import strict_json
 from kvjax._util.json_lines import Listed
+from kvjax._util.user_files import expanded, opened, size
 from kvjax.models import Params
 from kvjax.models.sharding import get_mesh, get_shard, mesh_of
 from kvjax.policies import Policy, get_policy
@@ -314,8 +314,9 @@ def _files(value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, Policy):
         for field in dataclasses.fields(value):
             each = getattr(value, field.name)
-            if field.name in ("profile", "weights") and isinstance(each, str) and os.path.isfile(each):
-                with open(each, "rb") as file:
+            if field.name in ("profile", "weights") and isinstance(each, str) and expanded(each).is_file():
+                file: Any = opened(each, size(each))
+                with file:
                     yield each, f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
             else:
                 yield from _files(each)

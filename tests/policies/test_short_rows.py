@@ -19,7 +19,7 @@ SHARE = 0.25
 COMBINED = {
     "recompress": "recompress(snapkv:{}; every=64)",
     "thresholded": "thresholded(knorm:{},dense_layers=0; threshold=-1000000; window=16)",
-    "chunkkv": "chunkkv(snapkv:{})",
+    "chunks": "chunkkv(snapkv:{})",
     "critical": "critical(snapkv:{})",
     "prompt_only": "prompt_only(h2o:{})",
     "quantized": "quantized(snapkv:{}; group=4)",
