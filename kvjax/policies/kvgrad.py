@@ -34,7 +34,7 @@ class KVgrad(KVzip):
     about: ClassVar[PolicyInfo] = dataclasses.replace(
         KVzip.about,
         name="kvgrad",
-        paper="KVgrad (openreview.net/forum?id=cg1wTCJjjk), by KVgradPress of kvpress 0.5.5",
+        paper="NVIDIA 2026, KVgradPress of kvpress 0.5.5 (openreview.net/forum?id=cg1wTCJjjk)",
         summary="the prompt's tokens that change the last hidden states when the model repeats the prompt, more in heads that need more, and all new ones",
     )
 
