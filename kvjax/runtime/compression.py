@@ -1,12 +1,12 @@
 """Compression while decoding, of the rows that are due.
 
 Rows of a batch that began at different times are due at different times. If the whole batch was compressed whenever one
-row is due, a batch of B rows would be compressed B times as often as each row needs. So rows that are due are gathered,
-`GROUP` at a time, compressed as a small batch, and written back.
+row is due, a batch of B rows would be compressed B times as often as each row needs. So rows that are due are gathered, a
+group at a time (`group_size`), compressed as a small batch, and written back.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,16 +22,28 @@ from kvjax.policies.layer import CacheLayer, Carry
 from kvjax.policies.sharded import sharded
 
 GROUP = 8
-"""Rows that are compressed at a time. Batches of this size or less are compressed as a whole."""
+"""Minimum number of rows that are compressed at a time. Batches of this size or less are compressed as a whole."""
+
+MOST = 32
+"""Maximum number of rows that are compressed at a time, for which a layer's compression needs room beside the caches."""
 
 WAIT = 8
 """Maximum number of steps that a row that is due waits for others, so that more are compressed at a time.
 
-Otherwise rows that are due one after the other would be compressed one at a time, at the cost of `GROUP` rows each
+Otherwise rows that are due one after the other would be compressed one at a time, at the cost of a group each
 (`benchmarks.phases`).
 """
 
 Caches = tuple[Any, ...]
+
+
+def group_size(batch: int) -> int:
+    """Number of rows of a batch that are compressed at a time: an eighth of them, within `GROUP` and `MOST`.
+
+    It follows from the batch alone, so that a row goes through the same states however many others are due with it.
+    Small groups take as long as larger ones on a GPU, where most of their time goes into starting kernels.
+    """
+    return min(batch, max(GROUP, min(batch // 8, MOST)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,33 +88,38 @@ class Compression:
         batch = self.specs[0].batch
         on_device = all(_on_device(leaf) for i in self.lazy for leaf in jax.tree.leaves(caches[i]))
         if not on_device or (live is None and batch <= GROUP):
-            return self._all_rows(self.layers, caches)
-        group = min(GROUP, batch)
+            layers = self.layers
+            known = observed_together([layers[i] for i in self.lazy], (caches[i] for i in self.lazy))
+            return self._in_order(caches, lambda i, cache, before: compressed(layers[i], _after(before, cache), known))
+        group = group_size(batch)
         layers = self._of(group)
 
         def some(loop: tuple[Bool[Array, " B"], Caches]) -> tuple[Bool[Array, " B"], Caches]:
             due, caches = loop
             rows, exist = compact_indices(due, group)
-            held = list(caches)
-            for i in self.lazy:
-                held[i] = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), caches[i])
-            after, back = self._all_rows(layers, held), list(caches)
             to = jnp.where(exist, rows, batch)  # out of bounds where there is no further row: dropped
-            for i in self.lazy:
-                back[i] = jax.tree.map(lambda x, y: x.at[to].set(y, mode="drop"), caches[i], after[i])
-            return due.at[to].set(False, mode="drop"), tuple(back)
+
+            def gathered(cache: Any, rows: Array) -> Any:
+                return jax.tree.map(lambda x: jnp.take(x, rows, axis=0), cache)
+
+            known = observed_together([layers[i] for i in self.lazy], (gathered(caches[i], rows) for i in self.lazy))
+
+            def one(i: int, cache: Any, before: Any) -> Any:
+                after = compressed(layers[i], gathered(cache, _after(before, rows)), known)
+                return jax.tree.map(lambda x, y: x.at[to].set(y, mode="drop"), cache, after)
+
+            return due.at[to].set(False, mode="drop"), self._in_order(caches, one)
 
         due = self.due(caches) if live is None else self.due(caches) & live
         return jax.lax.while_loop(lambda loop: jnp.any(loop[0]), some, (due, tuple(caches)))[1]
 
-    def _all_rows(self, layers: Sequence[CacheLayer[Any]], caches: Sequence[Any]) -> Caches:
-        # Compress layer by layer, as each compression takes memory and a GPU could run them concurrently. On other
-        # devices they run in order anyway, and an explicit order only costs memory (measured with Chelsea by
-        # `benchmarks.fits`).
+    def _in_order(self, caches: Sequence[Any], one: Callable[[int, Any, Any], Any]) -> Caches:
+        """Compress layer by layer. `one` gets the layer's index, its cache, and what it must wait for."""
+        # Each compression takes memory, and a GPU could run them concurrently. On other devices they run in order
+        # anyway, and an explicit order only costs memory (measured with Chelsea by `benchmarks.fits`).
         held, before, waits = list(caches), None, target().platform == "gpu"
-        carry = observed_together([layers[i] for i in self.lazy], [held[i] for i in self.lazy])
         for i in self.lazy:
-            held[i] = compressed(layers[i], _after(before, held[i]), carry)
+            held[i] = one(i, held[i], before)
             if waits:
                 before = held[i]
         return tuple(held)
@@ -112,7 +129,7 @@ class Compression:
         return tuple(sharded(self.policy.layer(spec)) for spec in specs)
 
 
-def observed_together(layers: Sequence[CacheLayer[Any]], caches: Sequence[Any]) -> Carry:
+def observed_together(layers: Sequence[CacheLayer[Any]], caches: Iterable[Any]) -> Carry:
     """What layers that compress together know of one another, for `compressed`."""
     carry: Carry = {}
     for layer, cache in zip(layers, caches, strict=True):

@@ -24,7 +24,7 @@ from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
-from kvjax.runtime.compression import GROUP, WAIT, Compression, compressed, observed_together
+from kvjax.runtime.compression import WAIT, Compression, compressed, group_size, observed_together
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
 from kvjax.runtime.program import (
@@ -188,7 +188,7 @@ def decode_loop(
     they are full are checked in an outer loop. A condition inside each step would make the host wait for the device
     once per layer, which cost about a fifth of a step (Chelsea, H200).
 
-    With `live`, rows that are due wait for others, up to `WAIT` steps, so that `GROUP` rows are compressed at a time.
+    With `live`, rows that are due wait for others, up to `WAIT` steps, so that a group is compressed at a time.
     While they wait they do not change. Each row thus goes through the states that it goes through alone.
     """
     compression = Compression(policy, specs)
@@ -212,7 +212,7 @@ def decode_loop(
             now, full, waited = carry
             compress = jnp.any(full)
             if live is not None:
-                enough = jnp.minimum(jnp.sum(live(now), dtype=jnp.int32), GROUP)
+                enough = jnp.minimum(jnp.sum(live(now), dtype=jnp.int32), group_size(specs[0].batch))
                 compress &= (jnp.sum(full, dtype=jnp.int32) >= enough) | (waited > WAIT)
             return should_continue(now) & ((now[0] == begun) | ~compress)
 
