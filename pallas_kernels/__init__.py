@@ -37,6 +37,7 @@ from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory
 from .hopper.fused_decode_block import BlockWeights as BlockWeights
 from .hopper.fused_decode_block import fused_decode_block as fused_decode_block
+from .index_sums import index_sums as index_sums
 from .kmeans import Distance as Distance
 from .kmeans import Nearest as Nearest
 from .kmeans import kmeans as kmeans
@@ -67,6 +68,7 @@ from .tree_eviction import Ranked as Ranked
 from .tree_eviction import tree_eviction as tree_eviction
 from .window_scores import attention_mass as attention_mass
 from .window_scores import window_scores as window_scores
+from .write_rows import write_rows as write_rows
 from .write_slots import SlotUpdate as SlotUpdate
 from .write_slots import write_sharded_slots as write_sharded_slots
 from .write_slots import write_slots as write_slots

@@ -1,16 +1,14 @@
 """R-KV: attended and non-redundant tokens, selected repeatedly while a model reasons."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import LayerSpec, PromptKV
-from kvjax.pallas_kernels import newest_duplicate
+from kvjax.pallas_kernels import index_sums, newest_duplicate
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.window_scores.types import Observers
 
@@ -20,9 +18,6 @@ from .fields import check_fields
 from .info import PolicyError, PolicyInfo
 from .layer import CacheLayer
 from .registry import register
-
-AT_A_TIME = 2**23
-"""Maximum size of each one-hot factor in `_added_up`, over all rows and heads."""
 
 
 @register
@@ -139,33 +134,7 @@ def redundancy(
     spared = jnp.where((newest >= 0) & (newest != place), spared, 0.0)
     # The sum of a key's cosines is its product with the sum of all unit keys, minus the product with itself.
     total = jnp.sum(unit * (jnp.sum(unit, axis=2, keepdims=True) - unit), axis=-1)
-    total -= _added_up(newest, spared)
+    total -= index_sums(newest, spared)
     count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
     shares = jax.nn.softmax(jnp.where(live, total / count, MASKED), axis=-1)
     return jnp.where(live, shares, 0.0)
-
-
-def _added_up(target: Int[Array, "B K T"], share: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-    """Sum the shares by target. A target below 0 means none.
-
-    Targets become one-hot rows and columns of a square, and a matmul of both sums the shares. A scatter would add in
-    arbitrary order. Comparing all pairs would write T² numbers instead of 2 T √T. Tokens are processed in parts, so
-    that the one-hot arrays have at most `AT_A_TIME` numbers.
-    """
-    count = target.shape[-1]
-    side = math.isqrt(count - 1) + 1
-    size = min(count, max(AT_A_TIME // (math.prod(target.shape[:2]) * side), 1))
-    parts = -(-count // size)
-
-    def divided(x: Array, nothing: int) -> Shaped[Array, "P B K S"]:
-        padded = jnp.pad(x, ((0, 0), (0, 0), (0, parts * size - count)), constant_values=nothing)
-        return rearrange(padded, "b k (p s) -> p b k s", p=parts)
-
-    def add(total: Float[Array, "B K R R"], part: tuple[Array, Array]) -> tuple[Float[Array, "B K R R"], None]:
-        places, shares = part
-        row, column = (jax.nn.one_hot(x, side, dtype=share.dtype) for x in (places // side, places % side))
-        return total + jnp.einsum("bksr,bksc->bkrc", row * shares[..., None], column, precision="highest"), None
-
-    none = jnp.zeros((*target.shape[:2], side, side), share.dtype)
-    square, _ = jax.lax.scan(add, none, (divided(target, -1), divided(share, 0)))
-    return square.reshape(*target.shape[:2], -1)[..., :count]

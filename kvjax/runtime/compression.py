@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from kvjax.cache import LayerSpec, compact_indices
+from kvjax.pallas_kernels import write_rows
 from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
 from kvjax.policies.checks import calling, expect_same_state
@@ -106,7 +107,7 @@ class Compression:
 
             def one(i: int, cache: Any, before: Any) -> Any:
                 after = compressed(layers[i], gathered(cache, _after(before, rows)), known)
-                return jax.tree.map(lambda x, y: x.at[to].set(y, mode="drop"), cache, after)
+                return jax.tree.map(lambda x, y: write_rows(x, to, y), cache, after)
 
             return due.at[to].set(False, mode="drop"), self._in_order(caches, one)
 

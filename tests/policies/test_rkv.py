@@ -1,7 +1,6 @@
 """R-KV against the literal algorithm."""
 
 import dataclasses
-import math
 from functools import partial
 
 import jax
@@ -112,32 +111,11 @@ def test_a_sliding_window_of_so_many_tokens_has_the_querys_own_in_it(sliding, ex
     np.testing.assert_allclose(got[0, 0], [*expected, 0], atol=1e-6)
 
 
-def test_what_others_are_spared_is_added_up(monkeypatch):
-    """For tokens of every number, whether it is a square or not, at once and by parts, and for none of a target below 0."""
-    rng = np.random.default_rng(0)
-    for count in (1, 2, 16, 17, 50):
-        target, share = rng.integers(-1, count, (2, 3, count)), rng.normal(size=(2, 3, count)).astype(np.float32)
-        expected = np.zeros_like(share)
-        for b, h, j in np.ndindex(share.shape):
-            if target[b, h, j] >= 0:
-                expected[b, h, target[b, h, j]] += share[b, h, j]
-        for numbers in (rkv.AT_A_TIME, 40):
-            monkeypatch.setattr(rkv, "AT_A_TIME", numbers)
-            got = jax.jit(lambda *args: rkv._added_up(*args))(target.astype(np.int32), share)
-            np.testing.assert_allclose(got, expected, atol=1e-6)
-        program = str(jax.make_jaxpr(rkv._added_up)(target.astype(np.int32), share))
-        side = math.ceil(math.sqrt(count))
-        assert f"f32[2,3,{side},{side}]" in program, "the smallest square that has a place for every token"
-
-
 def test_a_long_prompt_takes_no_room_for_all_pairs():
     """Of 8192 keys in two heads they would be 537 MB."""
     keys = jax.ShapeDtypeStruct((1, 2, 8192, 16), jnp.float32)
     compiled = jax.jit(rkv.redundancy).lower(keys, jax.ShapeDtypeStruct((1, 2, 8192), bool)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 200e6
-    target, share = (jax.ShapeDtypeStruct((8, 8, 131_072), dtype) for dtype in (jnp.int32, jnp.float32))
-    compiled = jax.jit(rkv._added_up).lower(target, share).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 400e6
 
 
 # Random cases against the oracle.

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock
+from kvjax.pallas_kernels import write_slots
 
 from ..layer import CacheLayer, Carry, Reads, check_reads_blocks
 from .scoring import PromptScorerLayer
@@ -93,7 +94,9 @@ class RoundsLayer(CacheLayer[Any]):
             own = jnp.arange(self._window, dtype=jnp.int32) == token.slot(place)[:, None]
             queries = jnp.where(own[..., None, None], q[:, None], queries)
         else:
-            queries = queries.at[jnp.arange(queries.shape[0], dtype=jnp.int32), token.slot(place)].set(q)
+            heads = queries.reshape(queries.shape[0], 1, self._window, -1)
+            (heads,) = write_slots([heads], token.slot(place)[:, None], [q.reshape(q.shape[0], 1, -1)])
+            queries = heads.reshape(queries.shape)
         return dataclasses.replace(state, cache=cache.insert(state.cache, token)[0], queries=queries)
 
     def attend(

@@ -1,0 +1,33 @@
+"""Public function. Its `Op` picks the Triton kernel or XLA."""
+
+from jaxtyping import Array, Float, Int
+
+from ..op import Implementation, Op
+
+_OP = Op("index_sums", __name__, gpu=("pallas_triton",))
+
+
+def index_sums(
+    index: Int[Array, "B K T"],
+    values: Float[Array, "B K T"],
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B K T"]:
+    """Sum values by index, separately for each sequence and head.
+
+    Results do not vary from call to call, unlike those of a scatter on a GPU, which adds in arbitrary order.
+
+    Args:
+        index: where each value is added, 0 to T - 1. Values with a negative index are ignored.
+        values: the values.
+        implementation: "auto" picks the GPU's Pallas kernel, else XLA.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        The sums, in float32.
+
+    Raises:
+        Unsupported: the requested implementation does not support this case.
+    """
+    return _OP(index, values, implementation=implementation, interpret=interpret)
