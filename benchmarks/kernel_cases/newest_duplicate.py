@@ -1,6 +1,7 @@
 """Benchmark cases of `newest_duplicate`, which finds each key's newest near duplicate (R-KV).
 
-At Llama-3.1-8B's shape: in a decoding round (a budget of 2048, plus 128 new tokens), and in a prompt.
+At Llama-3.1-8B's shape: in a decoding round (a budget of 2048, plus 128 new tokens), in one of 32 rows with a budget of 1024, and
+in a prompt.
 
 `benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
@@ -19,7 +20,7 @@ from kvjax.pallas_kernels.kmeans import newest_duplicate_pallas_triton as pallas
 
 from .case import Case
 
-SHAPES = ((1, 2176, 128), (8, 2176, 128), (1, 16384, 128))
+SHAPES = ((1, 2176, 128), (8, 2176, 128), (32, 1152, 128), (1, 16384, 128))
 """Sequences, keys, head dim."""
 
 DTYPE = "bfloat16"
@@ -59,7 +60,7 @@ def cases() -> Iterator[Case]:
 
 def _sizes() -> Iterator[dict[str, int]]:
     for rows, columns, warps, stages in product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
-        if rows * columns <= 8192 * (warps // 4):
+        if rows <= columns and rows * columns <= 8192 * (warps // 4):
             yield {"rows": rows, "columns": columns, "warps": warps, "stages": stages}
 
 

@@ -4,7 +4,15 @@ from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
 
-_OP = Op("index_sums", __name__, gpu=("pallas_triton",))
+MOST = 4096
+"""Maximum number of values per head that the kernel, which compares all pairs, sums faster than XLA."""
+
+
+def _prefer_xla_reason(index: Array, values: Array) -> str | None:
+    return f"{values.shape[-1]} values are more than {MOST}" if values.shape[-1] > MOST else None
+
+
+_OP = Op("index_sums", __name__, gpu=("pallas_triton",), prefer_xla_reason=_prefer_xla_reason)
 
 
 def index_sums(
@@ -21,7 +29,7 @@ def index_sums(
     Args:
         index: where each value is added, 0 to T - 1. Values with a negative index are ignored.
         values: the values.
-        implementation: "auto" picks the GPU's Pallas kernel, else XLA.
+        implementation: "auto" picks the GPU's Pallas kernel for few values, else XLA.
         interpret: run the Pallas kernel in interpret mode, on any device.
 
     Returns:

@@ -59,12 +59,13 @@ def _body(index_ref: Any, values_ref: Any, sums_ref: Any) -> None:
     count = values_ref.shape[0]
     own = pl.program_id(1) * SUMS + jnp.arange(SUMS, dtype=jnp.int32)
 
-    def add(i: Array, total: Float[Array, " S"]) -> Float[Array, " S"]:
+    def add(i: Array, total: Float[Array, "S V"]) -> Float[Array, "S V"]:
         at = i * VALUES + jnp.arange(VALUES, dtype=jnp.int32)
         inside = at < count
         index = backend.load(index_ref.at[at], mask=inside, other=-1)
         some = backend.load(values_ref.at[at], mask=inside, other=0.0)
-        return total + jnp.sum(jnp.where(index[None] == own[:, None], some[None], 0.0), axis=1)
+        return total + jnp.where(index[None] == own[:, None], some[None], 0.0)
 
-    total = jax.lax.fori_loop(0, pl.cdiv(count, VALUES), add, jnp.zeros((SUMS,), jnp.float32))
-    backend.store(sums_ref.at[own], total, mask=own < count)
+    # Sums of every `VALUES`th value are added once, at the end.
+    total = jax.lax.fori_loop(0, pl.cdiv(count, VALUES), add, jnp.zeros((SUMS, VALUES), jnp.float32))
+    backend.store(sums_ref.at[own], jnp.sum(total, axis=1), mask=own < count)

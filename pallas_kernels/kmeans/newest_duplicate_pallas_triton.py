@@ -4,6 +4,7 @@
 except where rounding decides about a cosine.
 
 A program has a block of keys and loops over all keys. Products, comparisons and the newest indices stay in registers.
+Only the part with the block itself is compared place by place, so that no key is its own duplicate.
 """
 
 import functools
@@ -40,8 +41,8 @@ def newest_duplicate(
     """Find the indices of the newest duplicates; see the public function.
 
     Args:
-        sizes: `rows` (keys per program), `columns` (keys compared at a time), `warps` and `stages`, instead of the
-            tuned sizes.
+        sizes: `rows` (keys per program), `columns` (keys compared at a time, a multiple of `rows`), `warps` and
+            `stages`, instead of the tuned sizes.
     """
     batch, heads, count, dim = keys.shape
     sizes = sizes or _sizes(keys)
@@ -75,16 +76,25 @@ def _body(keys_ref: Any, inverse_ref: Any, newest_ref: Any, *, rows: int, column
     count = keys_ref.shape[0]
     first = pl.program_id(1) * rows
     own, place = first + jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
-    keys, scale = load_rows(keys_ref, first, rows, count), load_rows(inverse_ref, first, rows, count)
+    keys = load_rows(keys_ref, first, rows, count)
+    # A cosine above the threshold is a product with the other unit key above the threshold times the own length.
+    least = threshold / load_rows(inverse_ref, first, rows, count)
 
-    def compare(j: Array, newest: Int[Array, " R"]) -> Int[Array, " R"]:
+    def compare(j: Array, newest: Int[Array, "R C"], itself: bool) -> Int[Array, "R C"]:
         start = j * columns
         other, inverse = (load_rows(ref, start, columns, count) for ref in (keys_ref, inverse_ref))
-        similar = products(keys, other) * scale[:, None] * inverse[None] > threshold
-        similar &= own[:, None] != start + place[None]
+        similar = products(keys, other) * inverse[None] > least[:, None]
+        if itself:
+            similar &= own[:, None] != start + place[None]
         if count % columns:
             similar &= start + place[None] < count
-        return jnp.maximum(newest, jnp.max(jnp.where(similar, start + place[None], -1), axis=1))
+        return jnp.where(similar, j, newest)
 
-    none = jnp.full((rows,), -1, jnp.int32)
-    store_rows(newest_ref, first, jax.lax.fori_loop(0, pl.cdiv(count, columns), compare, none), count)
+    # Each column keeps the newest part of the keys that has a duplicate in it. Columns are reduced once, at the end.
+    newest, own_part = jnp.full((rows, columns), -1, jnp.int32), first // columns
+    others = functools.partial(compare, itself=False)
+    newest = jax.lax.fori_loop(0, own_part, others, newest)
+    newest = compare(own_part, newest, itself=True)
+    newest = jax.lax.fori_loop(own_part + 1, pl.cdiv(count, columns), others, newest)
+    found = jnp.max(jnp.where(newest >= 0, newest * columns + place[None], -1), axis=1)
+    store_rows(newest_ref, first, found, count)
