@@ -314,6 +314,33 @@ def public_calls() -> str:
     return report.table(["policy", "prompt × rows", "TTFT, s", "TPOT, ms"], lines)
 
 
+def requests() -> str:
+    """Many requests through a running batch on an H100: the latest measurement of each workload and policy."""
+    latest = {(row["workload"], row["policy"]): row for row in rows("throughput-h100.json") if row["program"] == "kvjax"}
+    lines = [
+        [
+            _workload(row),
+            f"`{row['policy']}`",
+            str(row["rows"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['seconds']:.1f}",
+            f"{row['compile_s']:.0f}",
+            f"{row['rows'] * row['row_bytes'] / 1e9:.1f} GB",
+        ]
+        for row in sorted(latest.values(), key=lambda row: (row["workload"], row["policy"]))
+    ]
+    heads = ["requests", "policy", "rows", "tokens/s", "time, s", "compilation, s", "caches"]
+    return report.table(heads, lines, "llr")
+
+
+def _workload(row: Row) -> str:
+    kind, size = row["workload"].split(maxsplit=1)
+    if kind == "trace":
+        return f"{size} of different lengths"
+    count, prompt, answer = map(int, size.split(","))
+    return f"{count} × ({prompt:,} + {answer:,}) tokens"
+
+
 def rounds() -> str:
     """Decoding under policies that compress during decoding, one row per case."""
     lines = [

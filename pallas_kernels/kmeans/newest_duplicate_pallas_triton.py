@@ -67,7 +67,7 @@ def _sizes(keys: Float[Array, "B K T H"]) -> dict[str, int]:
     registers.
     """
     batch, heads, count, dim = keys.shape
-    default = {"rows": min(64, block_within(count)), "columns": min(128, block_within(count)), "warps": 4, "stages": 3}
+    default = {"rows": min(64, block_within(count)), "columns": min(64, block_within(count)), "warps": 4, "stages": 2}
     case = {"heads": batch * heads, "keys": count, "head_dim": dim, "dtype": keys.dtype.name}
     return tuned("newest_duplicate", case, default)
 
