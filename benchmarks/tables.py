@@ -316,7 +316,9 @@ def public_calls() -> str:
 
 def requests() -> str:
     """Many requests through a running batch on an H100: the latest measurement of each workload and policy."""
-    latest = {(row["workload"], row["policy"]): row for row in rows("throughput-h100.json") if row["program"] == "kvjax"}
+    latest = {
+        (row["workload"], row["policy"]): row for row in rows("throughput-h100.json") if row["program"] == "kvjax"
+    }
     lines = [
         [
             _workload(row),
