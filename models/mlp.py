@@ -1,23 +1,13 @@
 """The gated MLP of one layer."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-
-import jax
 from jaxtyping import Array, Float
 
 from kvjax.cache import Shard
-from kvjax.pallas_kernels import Norm, gated_projection, projection
+from kvjax.pallas_kernels import ACTIVATIONS, Norm, gated_projection, projection
 
 from .layer import Layer, biased
 from .params import MLP
 from .residual import add_projection
-
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
-"""Activations of `MLPConfig` and `MoEConfig` by name."""
 
 
 def add_mlp(layer: Layer, p: MLP, x: Float[Array, "... D"], shard: Shard) -> Float[Array, "... D"]:

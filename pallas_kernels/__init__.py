@@ -12,6 +12,7 @@ Every operation also has an XLA reference. There is one folder per group of oper
 The docstring of each folder names the replacement for its Triton kernels, which JAX has deprecated.
 """
 
+from .activations import ACTIVATIONS as ACTIVATIONS
 from .block_scores import centroid_scores as centroid_scores
 from .block_scores import page_scores as page_scores
 from .block_scores import widen_bounds as widen_bounds
@@ -32,6 +33,7 @@ from .decode_attention import partial_packed_attention as partial_packed_attenti
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
+from .experts import expert_mlp as expert_mlp
 from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory

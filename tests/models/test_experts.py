@@ -17,7 +17,7 @@ from kvjax.cache.shard import ONE_DEVICE
 from kvjax.config import PRESETS, AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig
 from kvjax.conversion import CheckpointError, from_hf, load, quantize_weights
 from kvjax.models import Params, abstract, init
-from kvjax.models.experts import _tiles, route, routed
+from kvjax.models.experts import route, routed
 from kvjax.models.params import Experts, nbytes
 from kvjax.models.sharding import get_shard
 from kvjax.models.transformer import forward
@@ -87,21 +87,6 @@ def test_all_tokens_may_choose_the_same_experts(tokens: int) -> None:
     assert set(np.asarray(experts).ravel().tolist()) == {1, 4}
     got = jax.jit(lambda p, x: routed(moe, p, x, ONE_DEVICE))(p, jnp.asarray(x))
     np.testing.assert_allclose(got, by_definition(moe, p, x), atol=2e-5)
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_tiles_cover_each_pair_once(size: int) -> None:
-    """Pairs of experts that another device has, number 5, are in no tile."""
-    for seed in range(20):
-        random = np.random.default_rng(seed)
-        own = random.choice(6, size=97, p=random.dirichlet(np.full(6, 0.4)))
-        tiles = jax.tree.map(np.asarray, _tiles(jnp.asarray(own, jnp.int32), 5, size))
-        ordered, seen = np.sort(own), []
-        for expert, start, stop in zip(*tiles, strict=True):
-            places = list(range(start, min(start + size, stop)))
-            assert all(ordered[place] == expert for place in places)
-            seen += places
-        assert sorted(seen) == list(range(np.sum(own < 5)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -1,0 +1,209 @@
+"""Triton kernels of `expert_mlp` for the few tokens of a decoding step.
+
+`Op` in `api.py` calls them for the cases that `unsupported_reason` permits. Results must match `reference.py` up to
+rounding.
+
+There is a row of programs for each pair of a token and one of its experts. Programs of a pair whose expert an earlier
+pair has do nothing. The others read the expert's matrices once, multiply all tokens, and write the results of those
+that have the expert. So no pairs have to be sorted, and each pair's result depends on its token alone.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from ..activations import ACTIVATIONS
+from ..projection.types import FEW_ROWS
+from ..triton import backend, triton_call, triton_unsupported
+from ..tuning import tuned
+
+FEW_PAIRS = 128
+"""Maximum number of pairs of a token and an expert."""
+
+OUTPUTS = 16
+"""Outputs of a program: the least that the matrix units multiply."""
+
+
+def unsupported_reason(
+    x: Array, experts: Array, weights: Array, gate: Any, up: Any, down: Any, *, activation: str, total: int | None
+) -> str | None:
+    """Return why these kernels do not support a case, or None if they do."""
+    if reason := triton_unsupported():
+        return reason
+    if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in (x, gate, up, down)):
+        return "not all arrays are bfloat16"
+    if x.shape[0] > FEW_ROWS or experts.size > FEW_PAIRS:
+        return f"{x.shape[0]} tokens with {experts.size} pairs are more than {FEW_ROWS} or {FEW_PAIRS}"
+    if x.shape[1] % 64 or down.shape[1] % 64:
+        return f"{x.shape[1]} channels or {down.shape[1]} hidden units are not a multiple of 64"
+    return None
+
+
+def expert_mlp(
+    x: Float[Array, "R D"],
+    experts: Int[Array, "R k"],
+    weights: Float[Array, "R k"],
+    gate: Float[Array, "EF D"],
+    up: Float[Array, "EF D"],
+    down: Float[Array, "ED F"],
+    *,
+    activation: str,
+    total: int | None,
+    interpret: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> Float[Array, "R D"]:
+    """Sum the outputs of each token's experts; see the public function.
+
+    Args:
+        sizes: `inputs` read at a time, `warps` and `stages`, instead of the tuned sizes.
+    """
+    sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1])
+    outs = _call(experts.reshape(-1), x, gate, up, down, activation=activation, interpret=interpret, **sizes)
+    outs = outs.reshape(*experts.shape, -1)
+    if total is not None:
+        here = (experts >= 0) & (experts < down.shape[0] // x.shape[1])
+        outs = jnp.where(here[..., None], outs, 0.0)  # nobody wrote the others
+    return jnp.sum(outs * weights[..., None], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "interpret", "inputs", "warps", "stages"))
+def _call(
+    pairs: Array,
+    x: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    *,
+    activation: str,
+    interpret: bool,
+    inputs: int,
+    warps: int,
+    stages: int,
+) -> Float[Array, "P D"]:
+    """Call the kernels. They are traced and lowered once for all layers."""
+    (rows, dim), width, count = x.shape, down.shape[1], len(pairs)
+    padded = max(8, pl.next_power_of_2(rows))
+    options = {"experts": down.shape[0] // dim, "padded": padded}
+    call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
+    hidden = call(
+        functools.partial(_hidden, **options, inputs=_divisor(dim, inputs), activation=activation),
+        grid=(count, width // OUTPUTS),
+        out_shape=jax.ShapeDtypeStruct((count, width), x.dtype),
+    )(pairs, x, gate, up)
+    return call(
+        functools.partial(_outputs, **options, rows=rows, inputs=_divisor(width, 2 * inputs)),
+        grid=(count, dim // OUTPUTS),
+        out_shape=jax.ShapeDtypeStruct((count, dim), jnp.float32),
+    )(pairs, hidden, down)
+
+
+def _sizes(rows: int, dim: int, width: int) -> dict[str, int]:
+    """Return block sizes, those of `gated_projection` by default: inputs read at a time, warps and stages."""
+    case = {"rows": rows, "inputs": dim, "hidden": width}
+    return tuned("expert_mlp", case, {"inputs": 128, "warps": 1, "stages": 3})
+
+
+def _divisor(size: int, most: int) -> int:
+    """Return the largest power of two up to `most` that divides `size`."""
+    return min(most, size & -size)
+
+
+def _hidden(
+    pairs_ref: Any,
+    x_ref: Any,
+    gate_ref: Any,
+    up_ref: Any,
+    hidden_ref: Any,
+    *,
+    experts: int,
+    padded: int,
+    inputs: int,
+    activation: str,
+) -> None:
+    """Compute a block of an expert's hidden units, for the pairs that have the expert."""
+    pair, block = pl.program_id(0), pl.program_id(1)
+    (rows, dim), width = x_ref.shape, hidden_ref.shape[1]
+    expert, is_first = _expert(pairs_ref, pair, experts)
+
+    @pl.when(is_first)
+    def _() -> None:
+        row = jnp.arange(padded, dtype=jnp.int32)
+        exists = jnp.broadcast_to(row[:, None] < rows, (padded, inputs))
+        begin = expert * width + block * OUTPUTS
+
+        def step(i: Array, sums: list[Array]) -> list[Array]:
+            at = pl.ds(i * inputs, inputs)
+            column = i * inputs + jnp.arange(inputs, dtype=jnp.int32)
+            some = backend.load(x_ref.at[row[:, None], column[None]], mask=exists, other=jnp.zeros((), x_ref.dtype))
+            return [
+                total + _across(ref[pl.ds(begin, OUTPUTS), at], some)
+                for total, ref in zip(sums, (gate_ref, up_ref), strict=True)
+            ]
+
+        nothing = jnp.zeros((OUTPUTS, padded), jnp.float32)
+        sums = jax.lax.fori_loop(0, dim // inputs, step, [nothing, nothing])
+        # Round as separate calls for each product would.
+        first, second = (total.astype(x_ref.dtype).astype(jnp.float32) for total in sums)
+        _write(pairs_ref, hidden_ref, expert, block, ACTIVATIONS[activation](first) * second, rows)
+
+
+def _outputs(
+    pairs_ref: Any, hidden_ref: Any, down_ref: Any, out_ref: Any, *, experts: int, padded: int, rows: int, inputs: int
+) -> None:
+    """Compute a block of an expert's outputs, for the pairs that have the expert."""
+    pair, block = pl.program_id(0), pl.program_id(1)
+    width, dim = hidden_ref.shape[1], out_ref.shape[1]
+    expert, is_first = _expert(pairs_ref, pair, experts)
+
+    @pl.when(is_first)
+    def _() -> None:
+        place, has = _places(pairs_ref, expert, rows, padded)
+        exists = jnp.broadcast_to(has[:, None], (padded, inputs))
+        begin = expert * dim + block * OUTPUTS
+
+        def step(i: Array, total: Array) -> Array:
+            column = i * inputs + jnp.arange(inputs, dtype=jnp.int32)
+            some = backend.load(
+                hidden_ref.at[place[:, None], column[None]], mask=exists, other=jnp.zeros((), hidden_ref.dtype)
+            )
+            return total + _across(down_ref[pl.ds(begin, OUTPUTS), pl.ds(i * inputs, inputs)], some)
+
+        total = jax.lax.fori_loop(0, width // inputs, step, jnp.zeros((OUTPUTS, padded), jnp.float32))
+        _write(pairs_ref, out_ref, expert, block, total, rows)
+
+
+def _across(weights: Float[Array, "O I"], some: Float[Array, "N I"]) -> Float[Array, "O N"]:
+    return jax.lax.dot_general(weights, some, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _expert(pairs_ref: Any, pair: Array, experts: int) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+    """The expert of a pair, and whether it exists and no earlier pair has it."""
+    count, at = pairs_ref.shape[0], jnp.arange(pl.next_power_of_2(pairs_ref.shape[0]), dtype=jnp.int32)
+    every = backend.load(pairs_ref.at[at], mask=at < count, other=-1)
+    expert = pairs_ref[pair]
+    earlier = jnp.max(jnp.where((every == expert) & (at < pair), 1, 0))
+    return expert, (expert >= 0) & (expert < experts) & (earlier == 0)
+
+
+def _places(pairs_ref: Any, expert: Array, rows: int, padded: int) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+    """The pair of each token that has the expert, and whether there is one. Other tokens get places after all pairs."""
+    count = pairs_ref.shape[0]
+    each = count // rows
+    at = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
+    every = backend.load(pairs_ref.at[at], mask=at < count, other=-1)
+    row = jnp.arange(padded, dtype=jnp.int32)
+    own = (at[None] // each == row[:, None]) & (every == expert)[None]
+    found = jnp.max(jnp.where(own, at[None], -1), axis=1)
+    return jnp.where(found >= 0, found, count + row), found >= 0
+
+
+def _write(pairs_ref: Any, ref: Any, expert: Array, block: Array, values: Float[Array, "O N"], rows: int) -> None:
+    """Write a block of values to the pairs of the tokens that have the expert."""
+    place, has = _places(pairs_ref, expert, rows, values.shape[1])
+    column = block * OUTPUTS + jnp.arange(OUTPUTS, dtype=jnp.int32)
+    mask = jnp.broadcast_to(has[None], values.shape)
+    backend.store(ref.at[place[None], column[:, None]], values.astype(ref.dtype), mask=mask)

@@ -1,0 +1,74 @@
+"""XLA reference of `expert_mlp`.
+
+`Op` in `api.py` calls it if no kernel supports the case. Kernels must match it, up to rounding.
+
+Pairs of a token and one of its experts are sorted by expert and cut into tiles of one expert each. A loop over the tiles
+reads the expert's matrices from the stacked ones. The few pairs of a decoding step have a tile each, so that only their
+experts are read. Nothing is dropped: there is room for any load of the experts.
+
+The loop is used instead of `jax.lax.ragged_dot`. On CPU, XLA computes that as a matmul of all pairs with every expert. On
+TPU, XLA has a native version, but its outputs and hidden units of all pairs are in memory at once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..activations import ACTIVATIONS
+from ..projection import Matrix, gated_projection, projection
+from .tiles import Tiles, sorted_pairs, tile_size, tiles
+
+FEW_PAIRS = 128
+"""Maximum number of pairs of a token and an expert that have a tile each."""
+
+SMALLEST_TILE, LARGEST_TILE = 8, 256
+"""Pairs of a tile, where there are more of them."""
+
+
+def expert_mlp(
+    x: Float[Array, "R D"],
+    experts: Int[Array, "R k"],
+    weights: Float[Array, "R k"],
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    *,
+    activation: str,
+    total: int | None,
+) -> Float[Array, "R D"]:
+    """Sum the outputs of each token's experts; see the public function."""
+    pairs, local = experts.size, down.shape[0] // x.shape[1]
+    width = gate.shape[0] // local
+    size = 1 if pairs <= FEW_PAIRS else tile_size(pairs, total or local, SMALLEST_TILE, LARGEST_TILE)
+    own, order = sorted_pairs(experts, local)
+    row, weight = order // experts.shape[1], weights.reshape(-1)[order]
+
+    def add(out: Float[Array, "R D"], tile: Tiles) -> Float[Array, "R D"]:
+        place = tile.start + jnp.arange(size, dtype=jnp.int32)
+        exists = (place < tile.stop)[:, None]
+        at = jnp.minimum(place, pairs - 1)
+        matrices = (_of(w, tile.expert, n) for w, n in ((gate, width), (up, width), (down, x.shape[1])))
+        h, last = _hidden_units(x[row[at]], *matrices, activation=activation)
+        (y,) = projection(h, last, dtype=jnp.float32)
+        return out.at[row[at]].add(jnp.where(exists, y * weight[at][:, None], 0.0))
+
+    def step(out: Float[Array, "R D"], tile: Tiles) -> tuple[Float[Array, "R D"], None]:
+        if size == 1 and total is None:  # no tile is empty
+            return add(out, tile), None
+        return jax.lax.cond(tile.stop > tile.start, add, lambda out, tile: out, out, tile), None
+
+    return jax.lax.scan(step, jnp.zeros(x.shape, jnp.float32), tiles(own, local, size))[0]
+
+
+def _hidden_units(x: Array, gate: Any, up: Any, down: Any, *, activation: str) -> tuple[Array, Any]:
+    if activation == "silu":
+        return gated_projection(x, gate, up), down
+    first, second = projection(x, gate, up)
+    return ACTIVATIONS[activation](first) * second, down
+
+
+def _of(matrix: Any, expert: Int[Array, ""], size: int) -> Any:
+    """One expert's rows of a stacked matrix."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, expert * size, size), matrix)

@@ -1,0 +1,120 @@
+"""The MLPs of a mixture of experts, by every implementation, against their definition in float64."""
+
+import jax
+import numpy as np
+import pytest
+from arrays import to_jax
+
+from kvjax.pallas_kernels import expert_mlp
+from kvjax.pallas_kernels.experts import many_pairs_pallas_triton as many_pairs
+from kvjax.pallas_kernels.experts.tiles import tiles
+from kvjax.pallas_kernels.op import Unsupported
+
+EXPERTS, EACH, DIM, WIDTH = 6, 3, 64, 128
+
+
+def draw(tokens, seed=0, low=0, high=EXPERTS):
+    """Tokens, their experts between `low` and `high`, weights and matrices."""
+    rng = np.random.default_rng(seed)
+    experts = np.stack([rng.permutation(np.arange(low, high))[:EACH] for _ in range(tokens)])
+    shapes = (tokens, DIM), (EXPERTS * WIDTH, DIM), (EXPERTS * WIDTH, DIM), (EXPERTS * DIM, WIDTH)
+    x, gate, up, down = (to_jax(rng.normal(size=shape) / np.sqrt(shape[1]), "bfloat16") for shape in shapes)
+    weights = rng.random((tokens, EACH)).astype(np.float32)
+    return x, to_jax(experts, "int32"), to_jax(weights), gate, up, down
+
+
+def expected(x, experts, weights, gate, up, down, activation):
+    """Each token through each of its experts. Hidden units are rounded as the products of bfloat16 are."""
+    x, gate, up, down = (np.asarray(w, np.float64) for w in (x, gate, up, down))
+    act = {
+        "silu": lambda g: g / (1 + np.exp(-g)),
+        "gelu_tanh": lambda g: g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))),
+    }[activation]
+    out = np.zeros(x.shape)
+    for r, token in enumerate(x):
+        for e, weight in zip(np.asarray(experts[r]), np.asarray(weights[r]), strict=True):
+            if 0 <= e < EXPERTS:
+                rows, outputs = (slice(e * n, (e + 1) * n) for n in (WIDTH, DIM))
+                out[r] += weight * (down[outputs] @ (act(gate[rows] @ token) * (up[rows] @ token)))
+    return out
+
+
+def close(got, wanted):
+    return np.linalg.norm(np.asarray(got) - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 50])
+def test_experts_by_definition(tokens, activation, implementation):
+    """Up to 16 tokens by the kernels for few pairs, others by those for many."""
+    given = draw(tokens, seed=tokens)
+    got = expert_mlp(*given, activation=activation, implementation=implementation, interpret=implementation != "xla")
+    assert got.dtype == np.float32
+    assert close(got, expected(*given, activation))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_experts_of_other_devices_are_ignored(tokens, implementation):
+    """Those below 0, and those after the last."""
+    given = draw(tokens, low=-3, high=EXPERTS + 4)
+    assert (np.asarray(given[1]) < 0).any()
+    assert (np.asarray(given[1]) >= EXPERTS).any()
+    got = expert_mlp(*given, total=13, implementation=implementation, interpret=implementation != "xla")
+    assert close(got, expected(*given, "silu"))
+
+
+@pytest.mark.parametrize("tokens", [7, 40])
+def test_a_token_does_not_depend_on_others(tokens):
+    """Bit for bit, whatever experts the others have."""
+    x, experts, *rest = draw(tokens)
+    others = draw(tokens, seed=9)
+    mixed = to_jax(np.where(np.arange(tokens)[:, None] == 2, experts, others[1]), "int32")
+    tokens_mixed = to_jax(np.where(np.arange(tokens)[:, None] == 2, x, others[0]), "bfloat16")
+    options = {"implementation": "gpu", "interpret": True}
+    alone, beside = expert_mlp(x, experts, *rest, **options), expert_mlp(tokens_mixed, mixed, *rest, **options)
+    np.testing.assert_array_equal(alone[2], beside[2])
+    assert not np.array_equal(alone[3], beside[3])
+
+
+def test_all_tokens_may_have_the_same_experts():
+    """Then one tile after the other has the same expert, and other experts have none."""
+    for tokens in (9, 60):
+        x, experts, *rest = draw(tokens)
+        same = to_jax(np.broadcast_to(np.array([4, 1, 2]), experts.shape), "int32")
+        assert close(expert_mlp(x, same, *rest, implementation="gpu", interpret=True), expected(x, same, *rest, "silu"))
+
+
+def test_parts_do_not_matter(monkeypatch):
+    """Some tokens at a time, as many as do not divide their number."""
+    given = draw(50)
+    options = {"activation": "silu", "total": None, "interpret": True}
+    whole = many_pairs.expert_mlp(*given, **options)
+    monkeypatch.setattr(many_pairs, "AT_A_TIME", 23)
+    np.testing.assert_array_equal(many_pairs.expert_mlp(*given, **options), whole)
+
+
+def test_float32_is_left_to_xla():
+    """The kernels multiply bfloat16 alone."""
+    x, experts, weights, *matrices = draw(3)
+    wide = [np.asarray(w, np.float32) for w in (x, *matrices)]
+    given = (to_jax(wide[0]), experts, weights, *map(to_jax, wide[1:]))
+    with pytest.raises(Unsupported, match="not all arrays are bfloat16"):
+        expert_mlp(*given, implementation="gpu", interpret=True)
+    np.testing.assert_allclose(expert_mlp(*given), expected(*given, "silu"), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_tiles_cover_each_pair_once(size):
+    """Pairs of experts that another device has, number 5, are in no tile."""
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        own = random.choice(6, size=97, p=random.dirichlet(np.full(6, 0.4)))
+        found = jax.tree.map(np.asarray, tiles(to_jax(own, "int32"), 5, size))
+        ordered, seen = np.sort(own), []
+        for expert, start, stop in zip(*found, strict=True):
+            places = list(range(start, min(start + size, stop)))
+            assert all(ordered[place] == expert for place in places)
+            seen += places
+        assert sorted(seen) == list(range(np.sum(own < 5)))
