@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax import cache
 from kvjax._util.randomness import random_key, uniform
-from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, TokenBlock
+from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, TokenBlock, stable_order
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import Policy
@@ -263,8 +264,8 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
 
         A token's rank depends only on its position, head, layer and `seed`, and so not on padding or other rows.
         """
-        layer = jnp.asarray(self.spec.layer, jnp.int32)
-        return _shuffled(self.spec.max_tokens, self.policy.seed, layer, self.spec.head_ids, pos, inside)
+        keys = _keys(self.policy.seed, self.spec.layer, self.spec.whole.num_kv_heads)
+        return _shuffled(self.spec.max_tokens, jnp.take(jnp.asarray(keys), self.spec.head_ids, axis=0), pos, inside)
 
     def _cluster(
         self,
@@ -359,21 +360,23 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         return max(prompt + windows * min(policy.new_clusters, policy.window), 1)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@lru_cache
+def _keys(seed: int, layer: int, heads: int) -> Any:
+    """Data of a random key for each head of a layer, [K, 2], computed while programs are traced."""
+    with jax.ensure_compile_time_eval():
+        key = jax.random.fold_in(random_key(seed), layer)
+        return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(heads))))
+
+
+@partial(jax.jit, static_argnums=0)
 def _shuffled(
-    tokens: int,
-    seed: int,
-    layer: Int[Array, ""],
-    heads: Int[Array, " K"],
-    pos: Int[Array, "B T"],
-    inside: Bool[Array, "B T"],
+    tokens: int, data: UInt32[Array, "K 2"], pos: Int[Array, "B T"], inside: Bool[Array, "B T"]
 ) -> Int[Array, "B K T"]:
     """`ClusterKVLayer.shuffled`, traced once for all layers."""
-    key = jax.random.fold_in(random_key(seed), layer)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, heads)
+    keys = jax.random.wrap_key_data(data, impl="threefry2x32")
     draws = jax.vmap(lambda head: uniform(head, (tokens,)))(keys)
     draws = jnp.moveaxis(jnp.take(draws, pos, axis=1, mode="clip"), 0, 1)
-    return jnp.argsort(jnp.where(inside[:, None], draws, 2.0), axis=-1, stable=True)
+    return stable_order(jnp.where(inside[:, None], draws, 2.0))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -381,9 +384,6 @@ def _index(
     labels: Int[Array, "B K T"], size: int
 ) -> tuple[Int[Array, "B K M"], Int[Array, "B K M"], Int[Array, "B K T"]]:
     """Sizes of `size` clusters, their starts among the tokens sorted by label, and the sorted tokens (Figure 8)."""
-    order = jnp.argsort(labels, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(labels, order, axis=-1)
     clusters = jnp.arange(size + 1, dtype=jnp.int32)
-    search = partial(jnp.searchsorted, v=clusters, method="scan_unrolled")  # fused kernels instead of a loop
-    bounds = jax.vmap(jax.vmap(search))(ranked).astype(jnp.int32)
-    return bounds[..., 1:] - bounds[..., :-1], bounds[..., :-1], order.astype(jnp.int32)
+    bounds = jnp.sum(labels[:, :, None] < clusters[:, None], axis=-1, dtype=jnp.int32)
+    return bounds[..., 1:] - bounds[..., :-1], bounds[..., :-1], stable_order(labels)
