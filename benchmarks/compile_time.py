@@ -81,9 +81,9 @@ def measured(policy: str, args: argparse.Namespace) -> dict[str, Any]:
     case = Case(name, settings, args.context, args.batch, args.shape, dtype="bfloat16", layers=args.layers)
     engine, spent = case.engine(case.shapes, args.batch), defaultdict(float)
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event in EVENTS:
-            spent[EVENTS[event]] += seconds
+            spent[EVENTS[event]] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     engine.executables()
