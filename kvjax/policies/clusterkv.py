@@ -2,24 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import einops
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax import cache
-from kvjax._util.randomness import random_key, uniform
+from kvjax._util.randomness import uniform
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, TokenBlock, stable_order
 from kvjax.pallas_kernels import Always, centroid_scores, cluster_tokens, heads_of, kmeans
 
 from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
 from .families.dense import DenseLayer
+from .families.noise import head_keys
 from .families.sparse import SparseLayer, reads_everything
 from .fields import check_fields
 from .info import PolicyInfo
@@ -264,8 +264,7 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
 
         A token's rank depends only on its position, head, layer and `seed`, and so not on padding or other rows.
         """
-        keys = _keys(self.policy.seed, self.spec.layer, self.spec.whole.num_kv_heads)
-        return _shuffled(self.spec.max_tokens, jnp.take(jnp.asarray(keys), self.spec.head_ids, axis=0), pos, inside)
+        return _shuffled(self.spec.max_tokens, head_keys(self.spec, self.policy.seed), pos, inside)
 
     def _cluster(
         self,
@@ -360,20 +359,11 @@ class ClusterKVLayer(SparseLayer[ClusterKV]):
         return max(prompt + windows * min(policy.new_clusters, policy.window), 1)
 
 
-@lru_cache
-def _keys(seed: int, layer: int, heads: int) -> Any:
-    """Data of a random key for each head of a layer, [K, 2], computed while programs are traced."""
-    with jax.ensure_compile_time_eval():
-        key = jax.random.fold_in(random_key(seed), layer)
-        return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(heads))))
-
-
 @partial(jax.jit, static_argnums=0)
 def _shuffled(
-    tokens: int, data: UInt32[Array, "K 2"], pos: Int[Array, "B T"], inside: Bool[Array, "B T"]
+    tokens: int, keys: Key[Array, " K"], pos: Int[Array, "B T"], inside: Bool[Array, "B T"]
 ) -> Int[Array, "B K T"]:
     """`ClusterKVLayer.shuffled`, traced once for all layers."""
-    keys = jax.random.wrap_key_data(data, impl="threefry2x32")
     draws = jax.vmap(lambda head: uniform(head, (tokens,)))(keys)
     draws = jnp.moveaxis(jnp.take(draws, pos, axis=1, mode="clip"), 0, 1)
     return stable_order(jnp.where(inside[:, None], draws, 2.0))
