@@ -86,6 +86,19 @@ class CacheLayer(Generic[P]):
         return "kept"
 
     @property
+    def chooses_evenly(self) -> bool:
+        """Whether `chosen` names the same number of a prompt's tokens for each head, which the layer keeps, with all new ones.
+
+        `then` begins with such layers (`kvjax.policies.families.scoring.PromptScorerLayer`).
+        """
+        return False
+
+    @property
+    def selects_slots(self) -> bool:
+        """Whether queries read a selection of a `LayerCache` of rotated keys, by these alone. `then` ends with such layers."""
+        return False
+
+    @property
     def is_plain(self) -> bool:
         """Whether `append` and `attend` are those of this class.
 

@@ -54,6 +54,14 @@ class PromptScorer(Policy):
         raise NotImplementedError
 
     @property
+    def token_scorer(self) -> "ScoreEviction | None":
+        """This policy as one that scores each token alone, when it comes. None if scores depend on other tokens.
+
+        `thresholded` needs it.
+        """
+        return None
+
+    @property
     def query_window(self) -> int | None:
         """Number of last queries that `scores` needs besides the cached keys and values, 0 if it needs none.
 
@@ -126,6 +134,10 @@ class PromptScorerLayer(CacheLayer[P]):
         return "whole" if self.policy.scores_whole_prompts else "blocks"
 
     @property
+    def chooses_evenly(self) -> bool:
+        return self.policy.keeps_highest and self.is_plain and self.when == "never"
+
+    @property
     def max_kept(self) -> int:
         return min(self.policy.max_budget(self.spec), self.spec.prompt_len) + self.spec.new_tokens
 
@@ -181,12 +193,22 @@ class ScoreEviction(PromptScorer):
     Class attributes:
         scores_alone: whether a token's score depends on the token and its position alone and never changes. `scores` of
             a prompt and `initial_score` then agree, `update_score` changes nothing, and `thresholded` is supported.
+        needs_inputs: whether `prompt_scores` and `initial_score` need the attention inputs of their tokens.
 
     Attributes:
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
     """
 
     scores_alone: ClassVar[bool] = False
+    needs_inputs: ClassVar[bool] = False
+
+    @property
+    def token_scorer(self) -> "ScoreEviction | None":
+        return self if self.scores_alone else None
+
+    def prompt_scores(self, spec: LayerSpec, prompt: PromptKV, carry: Carry) -> Float[Array, "B K T"]:
+        """`scores`, or scores that need the attention inputs in the carry, for `thresholded`."""
+        return self.scores(spec, prompt)
 
     @property
     def round_size(self) -> int:

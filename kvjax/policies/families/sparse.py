@@ -43,6 +43,11 @@ class SparseLayer(CacheLayer[P]):
         return "never"
 
     @property
+    def selects_slots(self) -> bool:
+        looks_ahead = type(self).look_ahead is not CacheLayer.look_ahead
+        return self.when == "never" and not self.has_own_store and not looks_ahead
+
+    @property
     def always_kept(self) -> tuple[int, int]:
         """Number of first tokens that every query reads, and maximum length of the tail that it also reads."""
         raise NotImplementedError

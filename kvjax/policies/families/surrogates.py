@@ -17,18 +17,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._util import user_files
-from kvjax.cache import LayerSpec, PromptKV
+from kvjax.cache import LayerSpec, PromptKV, Token
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels import top_k
 
 from ..attention_context import AttentionContext
 from ..base import Policy
 from ..fields import check_fields
-from ..info import PolicyError, not_bound
+from ..info import PolicyError, PolicyInfo, not_bound
 from ..layer import CacheLayer, Carry
 from .dense import DenseLayer
 from .ragged import RaggedLayer
-from .scoring import PromptScorer, PromptScorerLayer
+from .scoring import PromptScorer, PromptScorerLayer, ScoreEviction
 
 Weights = Mapping[str, np.ndarray]
 """Arrays of one layer's network, by their names in the file."""
@@ -163,6 +163,10 @@ class SurrogateScorer(PromptScorer):
         if not isinstance(self.weights, Surrogate | str | None):
             raise PolicyError(f"{self.info.name}: weights={self.weights!r} is not valid. Give a Surrogate or a path.")
 
+    @property
+    def token_scorer(self) -> "Predicted":
+        return Predicted(self.budget, network=self)
+
     @staticmethod
     def read(path: Path) -> Sequence[Weights]:
         """Read a file's arrays, by layer and name.
@@ -240,21 +244,57 @@ class SurrogateScorer(PromptScorer):
 
     def _width(self, spec: LayerSpec) -> int:
         """Number of attention inputs that a layer's network reads."""
-        if not isinstance(self.weights, Surrogate):
-            raise not_bound(self.info)
-        weights = self.weights.layers[spec.layer]
+        weights = self._network(spec)
         return next(weights[name].shape[1] for name in self.reads if name in weights)
 
     def scores_of(self, spec: LayerSpec, x: Float[Array, "B T D"]) -> Float[Array, "B K T"]:
         """Scores of tokens by their attention inputs, for the layer's KV heads."""
-        if not isinstance(self.weights, Surrogate):
-            raise not_bound(self.info)
-        x, weights = jax.lax.stop_gradient(x).astype(jnp.float32), self.weights.layers[spec.layer]
+        x, weights = jax.lax.stop_gradient(x).astype(jnp.float32), self._network(spec)
         heads = spec.head_ids if spec.kv_heads is None else jnp.asarray(spec.kv_heads)
         # The barrier keeps XLA from constant folding with the weights while it compiles.
         own = {name: jax.lax.optimization_barrier(jnp.asarray(array)) for name, array in weights.items()}
         own = {name: array.astype(jnp.float32) for name, array in own.items()}
         return self.predicted(own, x, heads)
+
+    def _network(self, spec: LayerSpec) -> Weights:
+        """Weights of a layer's network."""
+        if not isinstance(self.weights, Surrogate):
+            raise not_bound(self.info)
+        return self.weights.layers[spec.layer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted(ScoreEviction):
+    """A `SurrogateScorer` that scores each token when it comes, prompt and new tokens alike, for `thresholded`.
+
+    Attributes:
+        budget: slots in total.
+        network: predicts the scores.
+    """
+
+    needs_inputs: ClassVar[bool] = True
+
+    network: SurrogateScorer = dataclasses.field(kw_only=True)
+
+    @property
+    def info(self) -> PolicyInfo:
+        """The network's, but the budget is for all tokens, in each head."""
+        return dataclasses.replace(
+            self.network.info, stage="both", budget_excludes_new_tokens=False, heads_coupled=False
+        )
+
+    def always_kept(self, budget: Any) -> tuple[Any, Any]:
+        return self.network.always_kept(budget)
+
+    def prompt_scores(self, spec: LayerSpec, prompt: PromptKV, carry: Carry) -> Float[Array, "B K T"]:
+        return self.network.prompt_scores(spec, prompt, carry)
+
+    def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
+        if token.inputs is None:
+            raise PolicyError(
+                f"{self.info.name}: a token has no attention inputs. Use kvjax.Engine, or give Token(inputs=...) to a single layer."
+            )
+        return self.network.scores_of(spec, token.inputs[:, None])[..., 0]
 
 
 def missing_weights(policy: Any) -> PolicyError:

@@ -1,7 +1,7 @@
 """`then`: a policy that evicts from a prompt, followed by one whose queries read a selection of what is left."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import flax.struct
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from kvjax.config import NO_ROPE, ModelConfig
 
 from ..base import Policy
 from ..families.scoring import PromptScorerLayer
-from ..families.sparse import SparseLayer
 from ..info import PolicyError, PolicyInfo, combined
 from ..layer import CacheLayer, Carry, State
 
@@ -57,8 +56,7 @@ class Then(Policy):
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         first = self.first.layer(spec)
-        plain = first.is_plain and first.when == "never"
-        if not isinstance(first, PromptScorerLayer) or not (plain and first.policy.keeps_highest):
+        if not first.chooses_evenly:
             raise PolicyError(
                 f"{self.info.name}: {first.policy.info.name!r} does not keep the same number of a prompt's tokens in each head. Begin with "
                 "a policy that does, such as snapkv, pyramidkv or expected_attention."
@@ -69,12 +67,11 @@ class Then(Policy):
         second = self.second.layer(dataclasses.replace(spec, prompt_len=kept, rope=NO_ROPE, block=0))
         if second.attention == "dense":
             return first
-        own = second.has_own_store or type(second).look_ahead is not CacheLayer.look_ahead
-        if not isinstance(second, SparseLayer) or own or second.when != "never":
+        if not second.selects_slots:
             raise PolicyError(
                 f"{self.info.name}: {second.policy.info.name!r} does not select from a cache of rotated keys. End with quest."
             )
-        return ThenLayer(self, spec, first=first, second=second)
+        return ThenLayer(self, spec, first=cast(PromptScorerLayer[Any], first), second=second)
 
 
 @flax.struct.dataclass
@@ -102,7 +99,7 @@ class ThenLayer(CacheLayer[Then]):
     """
 
     first: PromptScorerLayer[Any] = dataclasses.field(kw_only=True)
-    second: SparseLayer[Any] = dataclasses.field(kw_only=True)
+    second: CacheLayer[Any] = dataclasses.field(kw_only=True)
 
     @property
     def max_kept(self) -> int:

@@ -1,7 +1,7 @@
 """`thresholded`: a score threshold. Tokens below it are evicted once they leave the window of latest tokens."""
 
 import dataclasses
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -13,10 +13,9 @@ from kvjax.pallas_kernels import top_k
 from ..base import Policy
 from ..budget import check_least
 from ..families.scoring import ScoredCache, ScoreEviction, ScoreEvictionLayer, lowest
-from ..families.surrogates import SurrogateScorer
 from ..fields import check_fields
 from ..info import PolicyError, PolicyInfo
-from ..layer import CacheLayer, Carry, Reads
+from ..layer import CacheLayer, Carry
 from .wrapper import Wrapper
 
 
@@ -36,25 +35,35 @@ class Thresholded(Wrapper):
     window: int = 128
 
     def __post_init__(self) -> None:
-        if not getattr(self.policy, "scores_alone", False) and not isinstance(self.policy, SurrogateScorer):
+        if getattr(self.policy, "token_scorer", None) is None:
             raise PolicyError(
                 f"thresholded: scores of {self.policy.info.name!r} depend on other tokens, so a threshold has no fixed meaning. Use a "
                 "policy that scores each token alone, such as knorm or kvzap."
             )
         check_fields(self, window=0)
-        if isinstance(self.policy, ScoreEviction) and self.policy.round_size > 1:
+        if self.scorer.round_size > 1:
             raise PolicyError(f"thresholded: {self.policy.info.name!r} evicts in rounds. Give it every=1.")
 
     @property
+    def scorer(self) -> ScoreEviction:
+        """The policy, as one that scores each token when it comes."""
+        scorer: ScoreEviction | None = getattr(self.policy, "token_scorer", None)
+        assert scorer is not None
+        return scorer
+
+    @property
     def info(self) -> PolicyInfo:
-        inner = super().info
-        info = dataclasses.replace(inner, summary=f"{inner.summary}, of those that score enough")
-        if isinstance(self.policy, SurrogateScorer):  # its budget is for the prompt alone, and its heads share slots
-            info = dataclasses.replace(info, stage="both", budget_excludes_new_tokens=False, heads_coupled=False)
-        return info
+        inner, scorer = super().info, self.scorer.info
+        return dataclasses.replace(
+            inner,
+            summary=f"{inner.summary}, of those that score enough",
+            stage=scorer.stage,
+            budget_excludes_new_tokens=scorer.budget_excludes_new_tokens,
+            heads_coupled=scorer.heads_coupled,
+        )
 
     def validate(self, tokens: int) -> None:
-        scorer = cast(ScoreEviction, self.policy)
+        scorer = self.scorer
         first, _ = scorer.always_kept(0)
         others = f", and {first} first ones" if first else ""
         needs = f"but the latest {self.window} tokens are always kept{others}. Raise budget, or lower window."
@@ -64,19 +73,16 @@ class Thresholded(Wrapper):
     @property
     def least_slots(self) -> int:
         """Slots that the policy needs at any sequence length."""
-        scorer = cast(ScoreEviction, self.policy)
+        scorer = self.scorer
         return max(scorer.always_kept(0)[0] + self.window, scorer.least_slots)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         inner = self.policy.layer(spec)
         if inner.attention == "dense":
             return inner
-        scorer = cast(ScoreEviction, self.policy)
+        scorer = self.scorer
         least = self.least_slots if isinstance(scorer.budget, float) else 0
-        numbers = {"threshold": float(self.threshold), "window": self.window, "least": least}
-        if isinstance(self.policy, SurrogateScorer):
-            return PredictedLayer(Predicted(scorer.budget, network=self.policy), spec, **numbers)
-        return ThresholdedLayer(scorer, spec, **numbers)
+        return ThresholdedLayer(scorer, spec, threshold=float(self.threshold), window=self.window, least=least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +94,33 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
     least: int = dataclasses.field(kw_only=True)
 
     @property
+    def needs_context(self) -> bool:
+        return self.policy.needs_inputs
+
+    @property
+    def needs_token_inputs(self) -> bool:
+        return self.policy.needs_inputs
+
+    @property
     def max_kept(self) -> int:
         return max(super().max_kept, self.least)
 
     def init(self, total: Int[Array, " B"] | None = None) -> ScoredCache:
         state = super().init(total)
         return dataclasses.replace(state, budget=jnp.maximum(state.budget, self.least))
+
+    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ScoredCache, Carry]:
+        return self._scored(prompt, self.policy.prompt_scores(self.spec, prompt, carry)), carry
+
+    def read_block(
+        self, state: ScoredCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
+        prompt = cache.as_prompt_with_block(state.cache, block)
+        before = cache.with_places(state.cache, state.score, block)
+        fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
+        score = jnp.where(fresh, self.policy.prompt_scores(self.spec, prompt, carry), before)
+        out, new = cache.attend_prompt(self.spec, prompt), self._scored(prompt, score)
+        return out, cache.where_rows(block.count > 0, new, state), carry
 
     def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         budget = jnp.maximum(self.policy.row_budgets(self.spec, prompt.seen, prompt.total), self.least)
@@ -122,64 +149,6 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
     def _old(self, pos: Int[Array, "B #K T"], seen: Int[Array, " B"], first: Int[Array, " B"]) -> Bool[Array, "B #K T"]:
         """Tokens that are neither among the always kept first tokens nor among the latest."""
         return (pos >= first[:, None, None]) & (pos < seen[:, None, None] - self.window)
-
-
-@dataclasses.dataclass(frozen=True)
-class Predicted(ScoreEviction):
-    """Scores of a trained network, which a token has from the attention inputs with which it comes.
-
-    Attributes:
-        budget: slots in total.
-        network: predicts the scores.
-    """
-
-    network: SurrogateScorer = dataclasses.field(kw_only=True)
-
-    @property
-    def info(self) -> PolicyInfo:
-        return self.network.info
-
-    def always_kept(self, budget: Any) -> tuple[Any, Any]:
-        return self.network.always_kept(budget)
-
-    def initial_score(self, spec: LayerSpec, token: Token) -> Float[Array, "B K"]:
-        if token.inputs is None:
-            raise PolicyError(
-                f"{self.info.name}: a token has no attention inputs. Use kvjax.Engine, or give Token(inputs=...) to a single layer."
-            )
-        return self.network.scores_of(spec, token.inputs[:, None])[..., 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class PredictedLayer(ThresholdedLayer):
-    """One layer of `Thresholded` around a trained network."""
-
-    policy: Predicted
-
-    @property
-    def needs_context(self) -> bool:
-        return True
-
-    @property
-    def needs_token_inputs(self) -> bool:
-        return True
-
-    @property
-    def reads(self) -> Reads:
-        return "blocks"
-
-    def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[ScoredCache, Carry]:
-        return self._scored(prompt, self.policy.network.prompt_scores(self.spec, prompt, carry)), carry
-
-    def read_block(
-        self, state: ScoredCache, block: TokenBlock, carry: Carry
-    ) -> tuple[Float[Array, "B S N H"], ScoredCache, Carry]:
-        prompt = cache.as_prompt_with_block(state.cache, block)
-        before = cache.with_places(state.cache, state.score, block)
-        fresh = jnp.arange(prompt.size, dtype=jnp.int32) >= prompt.before
-        score = jnp.where(fresh, self.policy.network.prompt_scores(self.spec, prompt, carry), before)
-        out, new = cache.attend_prompt(self.spec, prompt), self._scored(prompt, score)
-        return out, cache.where_rows(block.count > 0, new, state), carry
 
 
 def thresholded(
