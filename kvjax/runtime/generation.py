@@ -46,11 +46,10 @@ from kvjax.runtime.request import (
     check_request,
     check_requests,
     flag,
-    is_own,
     row_seeds,
 )
 from kvjax.runtime.row import Row, StopReason
-from kvjax.runtime.sampling import Constrained, Greedy
+from kvjax.runtime.sampling import Greedy
 
 BLOCK = 4096
 """Block size in tokens for prompts that would not fit whole."""
@@ -485,7 +484,7 @@ class Run:
             raise ValueError(
                 f"options have {len(requests)} values, but there are {len(prompts)} prompts; give one value for all prompts, or one for each"
             )
-        self._check_grammars(requests[0].sampler, len(prompts))
+        requests[0].sampler.check_prompts(len(prompts), self.shard.data)
         check_same(self.mesh, [*prompts, *questions], requests, self.policy, prefill_block)
         pairs = zip(prompts, questions, requests, strict=True)
         self.rows = [Row(ids, asked, params.tokenizer, own) for ids, asked, own in pairs]
@@ -515,7 +514,7 @@ class Run:
 
     def chunks(self, size: int) -> Iterator[None]:
         """Sample tokens for all sequences. Yields after every check on the host."""
-        if any(isinstance(row.request.sampler, Constrained) for row in self.rows):
+        if any(row.request.sampler.on_host for row in self.rows):
             size = 1
         if any(row.request.stop for row in self.rows):
             size = min(size, STREAM_STEPS)
@@ -554,19 +553,6 @@ class Run:
             Generation(r.text(), r.tokens, r.logprobs, r.stop_reason or "length", stats, r.state) for r in self.rows
         ]
 
-    def _check_grammars(self, sampler: Any, count: int) -> None:
-        """Raise `ValueError` unless there is a grammar or None for each prompt, and the rows are on one device."""
-        if not isinstance(sampler, Constrained):
-            return
-        if len(sampler.grammars) != count:
-            raise ValueError(
-                f"sampler has {len(sampler.grammars)} grammars, but there are {count} prompts; give one grammar, or None, for each"
-            )
-        if self.shard.data > 1:
-            raise ValueError(
-                f"sampler has grammars, but the mesh shards the batch over {self.shard.data} devices; give a mesh without 'data'"
-            )
-
     def _check_budgets(self) -> None:
         """Raise `PolicyError` for all prompts that the policy does not support."""
         errors: list[str | None] = []
@@ -589,7 +575,7 @@ class Run:
         }
         for reason, what in (
             (strings, f"stop={_listed(sorted(strings))}, since the cache has tokens beyond a stop string"),
-            (is_own(self.rows[0].request.sampler), "a sampler of one's own"),
+            (self.rows[0].request.sampler.is_own, "a sampler of one's own"),
             (jax.process_count() > 1, "several processes"),
             (self.params.config.rope_changes_after is not None, "LongRoPE, whose sequences are prefilled again"),
         ):
@@ -624,7 +610,7 @@ class Run:
 
     def runs_continuously(self) -> bool:
         """Whether the prompts run through a running batch, see `kvjax.runtime.many`."""
-        return not is_own(self.rows[0].request.sampler) and runs_continuously(self)
+        return not self.rows[0].request.sampler.is_own and runs_continuously(self)
 
     def groups(self) -> list[list[int]]:
         """Group sequences that can share a batch: they start with the same rotation, and are sampled alike.
@@ -634,13 +620,9 @@ class Run:
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
             alike = dataclasses.replace(row.request, seed=0, sampler=Greedy())
-            sampler = row.request.sampler
-            numbers = () if is_own(sampler) else tuple(jax.tree.leaves(jax.tree.map(float, sampler)))
-            kinds = None if is_own(sampler) else jax.tree.structure(sampler)
-            if isinstance(sampler, Constrained):  # its rows sample at the same steps
-                numbers = (len(row.read_next),)
+            sampled = row.request.sampler.group(len(row.read_next))
             ropes = self.params.config.resolve_ropes(self._given(row))
-            groups.setdefault((ropes, alike, kinds, numbers), []).append(i)
+            groups.setdefault((ropes, alike, sampled), []).append(i)
         size = self.batch_rows or len(self.rows)
         return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
@@ -698,10 +680,8 @@ class Run:
 
         def how(counts: bool = True) -> tuple[Any, Sequence[int]]:
             """Sampler and end tokens of the next call. `stop_ids` end sequences on the host, so that they need no other program."""
-            sampler = last.request.sampler
-            if isinstance(sampler, Constrained):
-                asks = [i if counts and row.stop_reason is None else None for i, row in zip(numbers, rows, strict=True)]
-                sampler = sampler.masked(asks, [row.tokens for row in rows], self.params.config.vocab_size)
+            asks = [i if counts and row.stop_reason is None else None for i, row in zip(numbers, rows, strict=True)]
+            sampler = last.request.sampler.for_step(asks, [row.tokens for row in rows], self.params.config.vocab_size)
             return sampler, last.request.eos
 
         rest, new = [row.read_next for row in rows], [self._new_tokens(row) for row in rows]

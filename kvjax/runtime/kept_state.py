@@ -132,11 +132,6 @@ class KeptState:
                 f"but this state has room for {self.room}; ask for fewer, or call kvjax.generate with a larger room="
             )
         spec = self.specs[0]
-        kinds = [
-            name
-            for name in ("temperature", "top_k", "top_p", "min_p")
-            if getattr(request.sampler, name, None) is not None
-        ]
         batch = Batch(
             params,
             self.policy,
@@ -145,7 +140,7 @@ class KeptState:
             max_new_tokens=spec.new_tokens,
             given=len(first),
             ends=max(len(request.ends), 1),
-            sampling=kinds,
+            sampling=request.sampler.filters,
             block=spec.block or None,
             mixed=spec.mixed,
         )

@@ -22,7 +22,6 @@ from kvjax.runtime.kept_state import kept
 from kvjax.runtime.memory import memory_limit
 from kvjax.runtime.reading import rows_together
 from kvjax.runtime.row import Row
-from kvjax.runtime.sampling import Greedy
 from kvjax.runtime.scheduler import Schedulers, Ticket
 
 log = logging.getLogger(__name__)
@@ -212,7 +211,7 @@ def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
     longest = max(len(row.prompt) for row in rows)
     if run.max_total_tokens is not None:
         longest = max(run.max_total_tokens - new, longest)
-    kinds = {name for row in rows for name in ("temperature", "top_k", "top_p", "min_p") if _has(row, name)}
+    kinds = {name for row in rows for name in row.request.sampler.filters}
     params, mesh = part
     return Batch(
         params,
@@ -232,10 +231,6 @@ def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
 def _even(count: int) -> int:
     """A number of rows that GPUs multiply without padding, if there are many."""
     return count - count % 8 if count > FEW_ROWS else count
-
-
-def _has(row: Row, name: str) -> bool:
-    return not isinstance(row.request.sampler, Greedy) and getattr(row.request.sampler, name) is not None
 
 
 def _batches_for(run: Run, parts: Sequence[Part], rows: Sequence[Row]) -> list[Batch]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from kvjax._util.arguments import amount, plain, short, shown, whole
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
-from kvjax.runtime.sampling import Constrained, Greedy, Sampling, make_sampler
+from kvjax.runtime.sampling import Constrained, Own, RequestSampler, make_sampler
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -77,7 +77,7 @@ class Request:
 
     Attributes:
         max_new_tokens: maximum number of tokens to sample per sequence.
-        sampler: how tokens are sampled.
+        sampler: how tokens are sampled, a `RequestSampler`.
         seed: seed of the first sequence, 0 to 2**32 - 1. The others' seeds follow from it.
         stop: strings that end a text.
         eos: end tokens of the model; empty if they are ignored.
@@ -142,7 +142,8 @@ def _sampler(params: Params, sampler: Any, temperature: Any, top_k: Any, top_p: 
                 f"sampler and {name}={short(value)} are given; omit {name}, and let the sampler apply it, such as "
                 "sampler=make_sampler(temperature=0.7) of kvjax.runtime.sampling"
             )
-    return check_sampler(sampler, params.config.vocab_size)
+    checked = check_sampler(sampler, params.config.vocab_size)
+    return checked if isinstance(checked, RequestSampler) else Own(checked)
 
 
 def check_sampler(sampler: Any, vocabulary: int) -> Any:
@@ -182,11 +183,6 @@ def check_sampler(sampler: Any, vocabulary: int) -> Any:
         said = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else shown(found)
         raise ValueError(f"sampler returned {said} for one row of logits; return one token id per row, int32")
     return sampler
-
-
-def is_own(sampler: Any) -> bool:
-    """Whether a sampler is the user's, instead of one of numbers, which may differ between the rows of a batch."""
-    return type(sampler) not in (Greedy, Sampling) or getattr(sampler, "scaled", False)
 
 
 def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Request | list[Request]":

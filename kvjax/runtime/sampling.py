@@ -6,7 +6,7 @@ that is None is not part of the program.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import flax.struct
 import jax
@@ -20,6 +20,9 @@ from kvjax._util.randomness import categorical, random_key
 _GREEDY_BELOW = 1e-6
 """Temperatures below this value are treated as 0, as logits divided by them can overflow float32."""
 
+OPTIONS = "temperature", "top_k", "top_p", "min_p"
+"""Numbers that a `Sampling` may have."""
+
 _MOST = jnp.iinfo(jnp.int32).max
 
 
@@ -31,8 +34,50 @@ class Sampler(Protocol):
     ) -> Int[Array, " B"]: ...
 
 
+class RequestSampler:
+    """Base of the samplers of requests: what their prompts need, besides a function of logits.
+
+    Class attributes:
+        on_host: whether the host chooses what the next step may sample. Each decode call is then a single step.
+    """
+
+    on_host: ClassVar[bool] = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the sampler is the user's, instead of one of numbers, which may differ between the rows of a batch."""
+        return False
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """Names of the numbers that the sampler has, among `OPTIONS`."""
+        return ()
+
+    def check_prompts(self, count: int, shards: int) -> None:
+        """Raise `ValueError` unless the sampler is for `count` prompts, in a batch that is sharded over `shards` devices."""
+
+    def group(self, given: int) -> Any:
+        """Return what the prompts of one batch have in common.
+
+        Args:
+            given: tokens of a prompt that are processed one by one before the first is sampled.
+        """
+        return tuple(jax.tree.leaves(jax.tree.map(float, self))), jax.tree.structure(self)
+
+    def for_step(self, numbers: Sequence[int | None], tokens: Sequence[Sequence[int]], vocabulary: int) -> Sampler:
+        """Return the sampler of the next decode call.
+
+        Args:
+            numbers: index of each row's prompt; None for a row that samples nothing that counts.
+            tokens: what each row has sampled so far.
+            vocabulary: V.
+        """
+        sampler: Any = self
+        return sampler
+
+
 @flax.struct.dataclass
-class Greedy:
+class Greedy(RequestSampler):
     """Choose the most likely token. Ties go to the lowest id."""
 
     def __call__(
@@ -42,7 +87,7 @@ class Greedy:
 
 
 @flax.struct.dataclass
-class Sampling:
+class Sampling(RequestSampler):
     """Sample from softmax(logits / temperature), filtered in this order.
 
     Each number is one for all rows, or one for each row, [B]. A row whose temperature is 0 is greedy.
@@ -60,6 +105,14 @@ class Sampling:
     top_p: Float[Array, "..."] | None = None
     min_p: Float[Array, "..."] | None = None
     scaled: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def is_own(self) -> bool:
+        return self.scaled
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        return tuple(name for name in OPTIONS if getattr(self, name) is not None)
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
@@ -79,6 +132,29 @@ class Sampling:
         """Logits divided by the temperature; unchanged in greedy rows."""
         temperature = jnp.broadcast_to(self.temperature, logits.shape[:1])
         return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+@flax.struct.dataclass
+class Own(RequestSampler):
+    """A sampler of the user's, for all prompts.
+
+    Attributes:
+        sampler: a callable pytree.
+    """
+
+    sampler: Any
+
+    @property
+    def is_own(self) -> bool:
+        return True
+
+    def __call__(
+        self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        return self.sampler(logits, seed, pos)
+
+    def group(self, given: int) -> Any:
+        return ()
 
 
 @flax.struct.dataclass
@@ -108,7 +184,7 @@ Grammar = Callable[[Sequence[int]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Constrained:
+class Constrained(RequestSampler):
     """Restrict the tokens of each prompt by a grammar, which runs on the host between two steps.
 
     Each decode call is then a single step. `kvjax.generate` passes the bits to its programs, see `Masked`.
@@ -118,16 +194,30 @@ class Constrained:
         sampler: samples from the allowed tokens.
     """
 
+    on_host: ClassVar[bool] = True
+
     grammars: Sequence[Grammar | None]
     sampler: Any = Greedy()  # noqa: RUF009 - has no fields
 
-    def masked(self, numbers: Sequence[int | None], tokens: Sequence[Sequence[int]], vocabulary: int) -> Masked:
-        """The sampler of the next step.
+    @property
+    def is_own(self) -> bool:
+        return True
 
-        Args:
-            numbers: index of each row's prompt; None for a row that samples nothing that counts.
-            tokens: what each row has sampled so far.
-            vocabulary: V.
+    def check_prompts(self, count: int, shards: int) -> None:
+        if len(self.grammars) != count:
+            raise ValueError(
+                f"sampler has {len(self.grammars)} grammars, but there are {count} prompts; give one grammar, or None, for each"
+            )
+        if shards > 1:
+            raise ValueError(
+                f"sampler has grammars, but the mesh shards the batch over {shards} devices; give a mesh without 'data'"
+            )
+
+    def group(self, given: int) -> Any:
+        return given  # rows of a batch sample at the same steps
+
+    def for_step(self, numbers: Sequence[int | None], tokens: Sequence[Sequence[int]], vocabulary: int) -> Masked:
+        """Return the sampler of the next decode call, see `RequestSampler.for_step`.
 
         Raises:
             ValueError: a grammar returned something else than bits, or allows no token of the vocabulary.
