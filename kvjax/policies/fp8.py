@@ -1,22 +1,17 @@
 """FP8: every token in 8-bit floats."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvjax.cache import LayerSpec
-from kvjax.config import ModelConfig
-
-from .base import Policy
-from .full import Full
 from .info import PolicyInfo
-from .layer import CacheLayer
 from .registry import register
-from .transforms.quantize import Quantized, check_codes
+from .transforms.quantize import Scheme
+from .transforms.quantized_full import QuantizedFull
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class FP8(Policy):
+class FP8(QuantizedFull):
     """Keep everything in 8-bit floats (Micikevicius et al. 2022), with one factor per token and KV head.
 
     Keys and values are divided by a factor, so that the largest number of each vector is 448, and rounded to e4m3. Each
@@ -37,17 +32,6 @@ class FP8(Policy):
         takes_budget=False,
     )
 
+    scheme: ClassVar[Scheme] = "fp8"
+
     exact_layers: int = 0
-
-    def __post_init__(self) -> None:
-        check_codes(self)
-
-    def bind(self, config: ModelConfig) -> Policy:
-        return self._quantized.bind(config)
-
-    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        return self._quantized.layer(spec)
-
-    @property
-    def _quantized(self) -> Quantized:
-        return Quantized(Full(), scheme="fp8", exact_layers=self.exact_layers)

@@ -1,23 +1,19 @@
 """KIVI: every token in low-bit codes, with keys quantised per channel and values per token."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvjax.cache import LayerSpec
 from kvjax.cache.packing import Bits
-from kvjax.config import ModelConfig
 
-from .base import Policy
-from .full import Full
 from .info import PolicyInfo
-from .layer import CacheLayer
 from .registry import register
-from .transforms.quantize import Quantized, check_packing
+from .transforms.quantize import Scheme
+from .transforms.quantized_full import QuantizedFull
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class KIVI(Policy):
+class KIVI(QuantizedFull):
     """Keep everything in low-bit codes (Liu et al. 2024, KIVI, section 3).
 
     Some channels of keys are much larger than others, so keys are quantised per channel: `group` neighbouring tokens of
@@ -46,19 +42,8 @@ class KIVI(Policy):
         takes_budget=False,
     )
 
+    scheme: ClassVar[Scheme] = "kivi"
+
     bits: Bits = 2
     group: int = 32
     residual: int = 32
-
-    def __post_init__(self) -> None:
-        check_packing(self, self.bits, self.group, self.residual)
-
-    def bind(self, config: ModelConfig) -> Policy:
-        return self._quantized.bind(config)
-
-    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        return self._quantized.layer(spec)
-
-    @property
-    def _quantized(self) -> Quantized:
-        return Quantized(Full(), self.bits, self.group, self.residual)

@@ -1,23 +1,19 @@
 """TurboQuant: every token in low-bit codes of rotated vectors, whose coordinates have similar magnitudes."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvjax.cache import LayerSpec
 from kvjax.cache.packing import Bits
-from kvjax.config import ModelConfig
 
-from .base import Policy
-from .full import Full
 from .info import PolicyInfo
-from .layer import CacheLayer
 from .registry import register
-from .transforms.quantize import Keys, Quantized, Values, check_codes
+from .transforms.quantize import Keys, Scheme, Values
+from .transforms.quantized_full import QuantizedFull
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class TurboQuant(Policy):
+class TurboQuant(QuantizedFull):
     """Keep everything, in codes of rotated vectors (Zandieh et al. 2025, as implemented in vLLM).
 
     A key is divided by its norm and rotated by a Hadamard matrix, after which its coordinates are nearly Gaussian. Each
@@ -55,6 +51,8 @@ class TurboQuant(Policy):
         takes_budget=False,
     )
 
+    scheme: ClassVar[Scheme] = "turboquant"
+
     bits: Bits = 4
     group: int = 128
     values: Values = "levels"
@@ -62,18 +60,3 @@ class TurboQuant(Policy):
     exact_layers: int = 2
     keys: Keys = "rotated"
     value_bits: Bits | None = None
-
-    def __post_init__(self) -> None:
-        check_codes(self)
-
-    def bind(self, config: ModelConfig) -> Policy:
-        return self._quantized.bind(config)
-
-    def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
-        return self._quantized.layer(spec)
-
-    @property
-    def _quantized(self) -> Quantized:
-        return Quantized(
-            Full(), scheme="turboquant", **{x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        )

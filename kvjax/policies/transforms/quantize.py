@@ -73,10 +73,7 @@ class Quantized(Wrapper):
                     f"quantized: {field.name}={getattr(self, field.name)!r} has no effect with scheme={self.scheme!r}. Leave it out, or give "
                     "the other scheme."
                 )
-        if self.scheme == "kivi":
-            check_packing(self, self.bits, self.group, self.residual)
-        else:
-            check_codes(self)
+        check_scheme(self, self.scheme)
 
     @property
     def info(self) -> PolicyInfo:
@@ -297,8 +294,15 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         return math.gcd(self.policy.group, self.spec.head_dim)
 
 
-def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
-    """Raise `PolicyError` unless the hyperparameters of `policy` are consistent."""
+def check_scheme(policy: Any, scheme: Scheme) -> None:
+    """Raise `PolicyError` unless the hyperparameters of `policy` are valid for a scheme."""
+    if scheme == "kivi":
+        _check_packing(policy, policy.bits, policy.group, policy.residual)
+    else:
+        _check_codes(policy)
+
+
+def _check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
     check_fields(policy, group=1, residual=1)
     if bits == 3:
         raise PolicyError(f"{policy.info.name}: bits=3 is not supported. Give 2, 4 or 8, or use turboquant for 3 bits.")
@@ -314,8 +318,7 @@ def check_packing(policy: Policy, bits: int, group: int, residual: int) -> None:
         )
 
 
-def check_codes(policy: Policy) -> None:
-    """Raise `PolicyError` unless the hyperparameters of `policy` are valid for `TurboQuant` and `FP8`."""
+def _check_codes(policy: Policy) -> None:
     least = {"group": 1, "exact_layers": 0}
     check_fields(
         policy, **{field.name: least[field.name] for field in dataclasses.fields(policy) if field.name in least}
