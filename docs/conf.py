@@ -10,7 +10,7 @@ import kvjax
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # the extensions, and benchmarks, which has the tables
-sys.path.append(str(DOCS.parent / "tests"))  # imports.py, which has the order of the packages
+sys.path.append(str(DOCS.parent / "tests"))  # imports.py, which has the order of the packages, and tiny_model.py
 # Pages are the same wherever they are built, and need no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -51,7 +51,7 @@ autodoc_member_order = "bysource"
 autosummary_generate = True
 autosummary_imported_members = True  # of kvjax.policies.methods, the one module that has a page of its own
 doctest_global_setup = """
-from extensions.tiny import tiny
+from tiny_model import tiny
 params = tiny()
 """
 doctest_test_doctest_blocks = (

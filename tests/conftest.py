@@ -20,8 +20,9 @@ import tokenizers
 
 runtime_types.install()
 
-from kvjax.config import RopeConfig
-from kvjax.models import ModelConfig, Params, init
+import tiny_model
+
+from kvjax.models import Params
 
 pytest_plugins = ["long_share"]
 
@@ -165,20 +166,8 @@ def smollm2() -> Params:
 
 @pytest.fixture(scope="session")
 def tiny() -> Params:
-    """A random Llama in float32: 2 layers, 4 query heads on 2 KV heads of 16, vocabulary 64, window 256."""
-    config = ModelConfig.uniform(
-        family="llama",
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position=256,
-        rope=RopeConfig(theta=10000.0, dim=16),
-    )
-    return init(config, jax.random.key(0))
+    """A random Llama, see `tiny_model.tiny`."""
+    return tiny_model.tiny()
 
 
 @pytest.fixture(scope="session")

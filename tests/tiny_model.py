@@ -1,6 +1,6 @@
-"""The model of the pages' doctests: small, with random weights, so that no file is needed."""
+"""The model of most tests, and of the pages' doctests: small, with random weights, so that no file is needed."""
 
-from functools import cache
+import functools
 
 import jax
 
@@ -8,7 +8,7 @@ from kvjax.config import RopeConfig
 from kvjax.models import ModelConfig, Params, init
 
 
-@cache
+@functools.cache
 def tiny() -> Params:
     """A random Llama in float32: 2 layers, 4 query heads on 2 KV heads of 16, vocabulary 64, window 256, no tokenizer."""
     config = ModelConfig.uniform(
