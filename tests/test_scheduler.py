@@ -159,6 +159,18 @@ class Schedules(RuleBasedStateMachine):
             assert not any(ticket.ended == "failed" for ticket in self.tickets)
 
 
+def test_a_job_that_cannot_be_inserted_ends() -> None:
+    batches = [FakeBatch(1), FakeBatch(1)]
+    scheduler = Schedulers(batches, steps=1)
+    for batch in batches:
+        batch.fails = "insert"
+    ticket = scheduler.submit(Wish(0, 1))
+    for _ in range(3):
+        scheduler.turn()
+    assert ticket.ended == "failed"
+    assert not scheduler.busy
+
+
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 

@@ -184,6 +184,8 @@ class Scheduler:
         """Insert what was read into free rows, once for each job that asked for it."""
         while tickets and self._has_room():
             ticket = tickets.pop(0)
+            if not tickets:  # before anything fails
+                self._ready = None
             if ticket.ended is not None:
                 continue
             row = self._free.pop()
@@ -192,8 +194,6 @@ class Scheduler:
             first = self.batch.insert(reading, ticket.job, row)
             if not len(ticket.job.given):
                 self._under_way.append(_Started(ticket, first))
-        if not tickets:
-            self._ready = None
 
     def _has_room(self) -> bool:
         return bool(self._free) and len(self._owners) < self.most_rows
