@@ -1,5 +1,6 @@
 """The cache that a generation ended with: what it holds, and that a continuation is what one longer generation is."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -70,11 +71,7 @@ def test_questions_and_given_tokens(tiny):
 def test_an_end_token_is_not_in_the_cache(tiny):
     plain: Any = kvjax.generate(tiny, PROMPTS[0], "treekv", 24, max_new_tokens=8, **OPTIONS)
     end = plain.tokens[3]
-    ending = tiny.replace(config=tiny.config.replace(eos=(end,))) if hasattr(tiny.config, "replace") else None
-    if ending is None:
-        import dataclasses
-
-        ending = dataclasses.replace(tiny, config=dataclasses.replace(tiny.config, eos=(end,)))
+    ending = tiny.replace(config=dataclasses.replace(tiny.config, eos=(end,)))
     result: Any = kvjax.generate(ending, PROMPTS[0], "treekv", 24, max_new_tokens=8, return_state=True)
     first = plain.tokens.index(end)
     assert result.stop_reason == "eos"

@@ -12,6 +12,7 @@ from kvjax.cache import LayerCache, LayerSpec
 from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.decoding import CHUNK
 from kvjax.runtime.prompts import check_ids
 from kvjax.runtime.request import RequestOptions, check_request
 from kvjax.runtime.row import StopReason
@@ -157,7 +158,7 @@ class KeptState:
         logprobs: list[float] = []
         live = True
         while live:
-            call = batch.serve(256)
+            call = batch.serve(CHUNK)
             count, live = int(call.filled[0]), bool(call.live[0])
             tokens += np.asarray(call.tokens)[0, :count].tolist()
             logprobs += np.asarray(call.logprobs)[0, :count].tolist()
