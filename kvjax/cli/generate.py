@@ -189,6 +189,8 @@ def _summary(result: "Generation") -> str:
     if stats.repeated_cache_bytes:
         parts.append(f"{console.size(stats.repeated_cache_bytes)} of it replicated on {stats.slot_devices}")
     parts.append(f"reads {console.size(stats.step_bytes_read)} per step")
+    if stats.kept_shares is not None:
+        parts.append(f"keeps {100 * stats.kept_shares[0]:.0f} % of tokens")
     if stats.hit_rate is not None:
         parts.append(f"{100 * stats.hit_rate:.0f} % of selected tokens on the device")
     if stats.compile_seconds > 0:

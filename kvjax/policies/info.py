@@ -40,6 +40,8 @@ class PolicyInfo:
             which has no effect.
         heads_coupled: whether a layer's KV heads share slots or have caches of unequal sizes. Every device of a mesh
             then has all heads, with a shard of their slots where these can be sharded.
+        keeps_by_threshold: whether the text determines how much each head keeps, within the budget. Statistics of a
+            generation then have that share (`GenerationStats.kept_shares`).
         trained: whether it needs weights that were trained for a model. They do not come with kvjax.
         transform: name of the transform around the whole policy, such as "offloaded".
     """
@@ -56,6 +58,7 @@ class PolicyInfo:
     positions: Positions = "original"
     takes_budget: bool = True
     heads_coupled: bool = False
+    keeps_by_threshold: bool = False
     trained: bool = False
     transform: str = ""
 
@@ -79,6 +82,7 @@ def combined(name: str, parts: Iterable[PolicyInfo]) -> PolicyInfo:
         refits_values=any(info.refits_values for info in infos),
         takes_budget=any(info.takes_budget for info in infos),
         heads_coupled=any(info.heads_coupled for info in infos),
+        keeps_by_threshold=any(info.keeps_by_threshold for info in infos),
         trained=any(info.trained for info in infos),
         positions="cache_rank" if all(info.positions == "cache_rank" for info in infos) else "original",
     )

@@ -28,6 +28,7 @@ from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs
 from kvjax.runtime.engine import Engine, blocks, program_bytes
+from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.mesh import on_host, saved
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Greedy, Sampler, Sampling
@@ -266,6 +267,11 @@ class Batch:
         reading, after = programs.take(self.policy, self.specs, self.state, _numbers([row]))
         caches = saved(self.policy, self.reader, reading.caches)
         return caches, int(on_host(reading.pos)[0]), int(on_host(after)[0])
+
+    def kept_share(self, row: int) -> float:
+        """Share of its tokens that a row keeps, see `kept_shares`, once it has ended and before it is given away."""
+        reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
+        return float(kept_shares(self.policy, self.reader, reading.caches)[0])
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""

@@ -22,6 +22,7 @@ from kvjax.policies.transforms.offload import fetched_bytes, hits
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
+from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.kept_state import KeptState
 from kvjax.runtime.many import runs_continuously, through_batches
 from kvjax.runtime.memory import device_bytes
@@ -80,6 +81,9 @@ class GenerationStats:
         question_tokens: number of question tokens, which are processed one by one after the prompts are compressed.
         budget_applies: whether the policy uses a budget. If not (as for `full`), a given `budget` had no effect.
         prefill_block: block size of chunked prefill in tokens; None if prompts were prefilled whole.
+        kept_shares: share of each sequence's tokens that its cache keeps at its end, mean over the heads of all layers,
+            for policies by which the text determines it (`thresholded`). None for others. In batches that start and stop
+            together (offloaded caches, a sampler of one's own, LongRoPE, several processes), at the end of the batch.
         devices: number of devices.
         head_copies: number of devices that held the same KV heads with all slots, as there are fewer heads than
             devices.
@@ -103,6 +107,7 @@ class GenerationStats:
     question_tokens: int = 0
     budget_applies: bool = True
     prefill_block: int | None = None
+    kept_shares: tuple[float, ...] | None = None
     devices: int = 1
     head_copies: int = 1
     slot_devices: int = 1
@@ -528,6 +533,7 @@ class Run:
 
     def generations(self) -> list[Generation]:
         """The results, once all chunks have run."""
+        shares = [row.kept_share for row in self.rows if row.kept_share is not None]
         stats = GenerationStats(
             rows=len(self.rows),
             prompt_tokens=sum(len(row.prompt) for row in self.rows),
@@ -544,6 +550,7 @@ class Run:
             question_tokens=sum(len(row.question) for row in self.rows),
             budget_applies=self.policy.info.takes_budget,
             prefill_block=self.prefill_block,
+            kept_shares=tuple(shares) if len(shares) == len(self.rows) else None,
             devices=self.shard.devices,
             head_copies=self.shard.copies,
             slot_devices=self.shard.slots,
@@ -714,6 +721,9 @@ class Run:
             selected, found = hits(state.caches)
             self.selected, self.found = self.selected + selected, self.found + found
             self.fetched_bytes += fetched_bytes(state.caches, steps)
+        if self.policy.info.keeps_by_threshold:
+            for row, share in zip(rows, kept_shares(self.policy, engine.specs, state.caches), strict=True):
+                row.kept_share = float(share)
         yield
 
     def _count_bytes(self, engine: Engine) -> None:

@@ -92,6 +92,8 @@ def runs_continuously(run: Run) -> bool:
         check_no_host_cache(run.policy)
     except PolicyError:
         return False
+    if run.policy.info.keeps_by_threshold:  # to know what each sequence keeps at its end
+        return True
     first = run.rows[0].request
     alike = all(dataclasses.replace(row.request, seed=first.seed) == first for row in run.rows)
     if run.continuous or run.batch_rows is not None or run.max_total_tokens is not None or not alike:
@@ -136,10 +138,13 @@ def _through(run: Run, batches: Sequence[Batch], group: Sequence[int]) -> Iterat
     watched = any(run.rows[i].growing is not None for i in group)
 
     def keep(batch: Batch, ticket: Ticket, row: int) -> None:
-        job: Job = ticket.job
-        run.rows[owners[ticket]].state = kept(batch, row, [*job.prompt, *job.given], ticket.tokens)
+        job, of = ticket.job, run.rows[owners[ticket]]
+        if run.return_state:
+            of.state = kept(batch, row, [*job.prompt, *job.given], ticket.tokens)
+        if run.policy.info.keeps_by_threshold:
+            of.kept_share = batch.kept_share(row)
 
-    on_end = keep if run.return_state else None
+    on_end = keep if run.return_state or run.policy.info.keeps_by_threshold else None
     scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, on_end=on_end)
     # The longest answers begin first, so that the last rows do not run alone for long.
     order = sorted(group, key=lambda i: -run.rows[i].request.max_new_tokens)

@@ -22,6 +22,7 @@ class Row:
         tokens, logprobs: what has been sampled so far.
         stop_reason: None while the sequence is running.
         state: the cache that the sequence ended with, if it was asked for.
+        kept_share: share of its tokens that its cache keeps, see `GenerationStats.kept_shares`.
         again: number of sampled tokens that were prefilled again when the rotation changed.
         request: what is asked for. Its seed is that of this sequence.
     """
@@ -36,6 +37,7 @@ class Row:
     stop_reason: StopReason | None = None
     again: int = 0
     state: Any = None
+    kept_share: float | None = None
 
     @property
     def read_first(self) -> Sequence[int]:

@@ -14,7 +14,7 @@ from policies.oracle_arrays import ROPE
 from policies.slots import after_prompt, kept
 
 import kvjax
-from kvjax.cache import PromptKV, Token, empty
+from kvjax.cache import PromptKV, Token, empty, layer_specs
 from kvjax.policies import (
     TOVA,
     FastKVzip,
@@ -269,6 +269,30 @@ def test_text_and_budget():
     assert made == get_policy("thresholded(knorm:64; threshold=-12; window=8)") == get_policy(str(made))
     assert made == thresholded(KNorm(), -12.0, window=8, budget=64) == get_policy(made, budget=64)
     assert str(made) == "thresholded(knorm:budget=64; threshold=-12.0; window=8)"
+
+
+def test_statistics_have_the_share_that_each_sequence_keeps(tiny):
+    """By the draws of `random`, whose room is for everything, until each sequence ends."""
+    prompts = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5, [2, 7, 1, 8]]
+    window, threshold = 4, 0.4
+    text = f"thresholded(random:1.0; threshold={threshold}; window={window})"
+    lengths = [12, 30, 1]
+    specs = layer_specs(tiny.config, 1, 64, 32, tiny.dtype)
+    draws = [np.asarray(jax.jit(partial(uniform, spec, 0))(np.arange(96, dtype=np.int32))) for spec in specs]
+
+    def wanted(size: int) -> float:
+        old = max(size - window, 0)
+        counts = [(np.sum(draw[:, :old] >= threshold, axis=-1) + size - old) / size for draw in draws]
+        return float(np.mean(counts))
+
+    sizes = [len(prompt) + new - 1 for prompt, new in zip(prompts, lengths, strict=True)]
+    together = kvjax.generate(tiny, prompts, text, max_new_tokens=lengths, ignore_eos=True)
+    np.testing.assert_allclose(together[0].stats.kept_shares, list(map(wanted, sizes)), rtol=1e-6)
+    alone = kvjax.generate(tiny, prompts[1], text, max_new_tokens=lengths[1], ignore_eos=True)
+    np.testing.assert_allclose(alone.stats.kept_shares, [wanted(sizes[1])], rtol=1e-6)
+    assert together[0].stats.kept_shares[1] == alone.stats.kept_shares[0]
+
+    assert kvjax.generate(tiny, prompts[1], "random:1.0", max_new_tokens=1).stats.kept_shares is None
 
 
 @pytest.mark.long

@@ -60,6 +60,7 @@ class Thresholded(Wrapper):
             stage=scorer.stage,
             budget_excludes_new_tokens=scorer.budget_excludes_new_tokens,
             heads_coupled=scorer.heads_coupled,
+            keeps_by_threshold=True,
         )
 
     def validate(self, tokens: int) -> None:
