@@ -37,11 +37,14 @@ def test_numbers_are_the_nearest_ones():
     assert (np.abs(got - x) <= np.maximum(np.abs(x) / 16, np.abs(x).max(axis=1, keepdims=True) / 458752) * 1.001).all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
-def test_equals_the_literal_algorithm(heads, kv_heads):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows"),
+    [(4, 2, 52), pytest.param(3, 1, 52, marks=pytest.mark.slow), pytest.param(4, 2, 200, marks=pytest.mark.long)],
+)
+def test_equals_the_literal_algorithm(heads, kv_heads, rows):
     """A ragged batch: what is held at the end, and outputs at every step."""
     policy, group, steps = FP8(), heads // kv_heads, 5
-    lengths = np.random.default_rng(heads).integers(1, 40, size=52)
+    lengths = np.random.default_rng(heads).integers(1, 40, size=rows)
     case = make_case(3, lengths, steps, heads, kv_heads)
     _, outputs, states = run(policy, case, padding=np.nan)
     last = slots_of(policy, case, states[-1])

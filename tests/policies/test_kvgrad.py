@@ -71,11 +71,19 @@ def test_words_have_no_space_at_the_end():
 # Random cases of one layer, without a model: gradients count as 1.
 
 
-@pytest.mark.parametrize("options", [{"budget": 14, "chunk": 9, "sinks": 2, "scope": "layer"}], ids=str)
-def test_equals_the_literal_algorithm(options):
-    """A ragged batch of 110 heads, prompts shorter and longer than the budget and than a part."""
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"budget": 14, "chunk": 9, "sinks": 2, "scope": "layer"}, 55),
+        pytest.param({"budget": 14, "chunk": 9, "sinks": 2, "scope": "layer"}, 200, marks=pytest.mark.long),
+        pytest.param({"budget": 11, "chunk": 20, "sinks": 3, "scope": "head"}, 200, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_equals_the_literal_algorithm(options, rows):
+    """A ragged batch, prompts shorter and longer than the budget and than a part."""
     policy, heads, kv_heads = KVgrad(**options), 4, 2
-    lengths = np.random.default_rng(7).integers(1, 64, size=55)
+    lengths = np.random.default_rng(7).integers(1, 64, size=rows)
     case = make_case(5, lengths, 1, heads, kv_heads)
     held = kept(policy, case, run(policy, case, padding=np.nan)[2][0])
     for row, length in enumerate(lengths.tolist()):
@@ -91,7 +99,8 @@ def test_equals_the_literal_algorithm(options):
                 found[0, head, list(part)] = oracle.scores(
                     queries, sinks, turned[list(part)], own, values, np.ones(len(part))
                 )
-        expected = oracle_kvzip.survivors(found, budget_tokens(policy.budget, length + 1), sinks=policy.sinks)[0]
+        budget = budget_tokens(policy.budget, length + 1)
+        expected = oracle_kvzip.survivors(found, budget, scope=policy.scope, sinks=policy.sinks)[0]
         assert held[row] == [set(head) for head in expected]
 
 

@@ -126,14 +126,15 @@ def test_a_prompt_alone():
 
 
 @pytest.mark.parametrize(
-    ("make", "network", "threshold", "budget"),
+    ("make", "network", "threshold", "budget", "rows"),
     [
-        (lambda config: KVzap(weights=surrogates.kvzap(config), sinks=0), oracle_surrogates.kvzap, 0.5, 1.0),
+        (lambda config: KVzap(weights=surrogates.kvzap(config), sinks=0), oracle_surrogates.kvzap, 0.5, 1.0, 50),
         pytest.param(
             lambda config: KVzap(weights=surrogates.kvzap(config, None)),
             oracle_surrogates.kvzap,
             -1.0,
             14,
+            50,
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -141,14 +142,31 @@ def test_a_prompt_alone():
             oracle_surrogates.gate,
             0.2,
             1.0,
+            50,
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda config: KVzap(weights=surrogates.kvzap(config, None)),
+            oracle_surrogates.kvzap,
+            -1.0,
+            14,
+            200,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            lambda config: FastKVzip(weights=surrogates.gates(config), sinks=0),
+            oracle_surrogates.gate,
+            0.2,
+            1.0,
+            200,
+            marks=pytest.mark.long,
         ),
     ],
 )
-def test_predicted_scores_as_kvpress_and_as_the_literal_algorithm(make, network, threshold, budget):
+def test_predicted_scores_as_kvpress_and_as_the_literal_algorithm(make, network, threshold, budget, rows):
     """Ragged rows: with room for everything, what kvpress masks is gone; within a budget, the lowest scores as well."""
     steps, window = 12, 4
-    lengths = np.random.default_rng(5).integers(1, 61, size=50)
+    lengths = np.random.default_rng(5).integers(1, 61, size=rows)
     config = TINY.with_attention(num_kv_heads=2)
     policy = thresholded(make(config).with_budget(budget), threshold, window=window).bind(config)
     case = make_case(6, lengths, steps, 4, 2)
