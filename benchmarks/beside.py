@@ -9,7 +9,7 @@ The newer version is the one that this file is part of. `--cases` is a file of J
 "llama-3.1-8b", "weights": "int8"}`. Without it, the cases are all combinations of `--policies`, `--context` and `--batch`.
 
 Each case of each version has its own process. `--jobs` processes compile at a time. When all programs are compiled, the processes measure one
-after the other, the two versions of a case in turn. XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" gives both
+after the other: each case first with one version, then with the other. XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" gives both
 versions the same matmuls. An interrupted run continues if it is started again with the same file. Compare compile times only with `--jobs 1`.
 """
 

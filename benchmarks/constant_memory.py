@@ -1,10 +1,14 @@
-"""Memory of decoding, for few and for many tokens, with and without a budget.
+"""Measure the memory of decoding few and many tokens, with and without a budget.
 
     python -m benchmarks.constant_memory
 
-A small random model decodes 1k and 32k tokens. For each run: bytes the cache holds, bytes the compiled decode program needs
-in all (arguments, temporaries, results, less what is shared), and the process's peak resident memory, which for TreeKV must not
-grow with the number of tokens.
+A small random model decodes 1k and 32k tokens. Each row has
+
+- bytes of the cache;
+- bytes of the compiled decode program: arguments, temporaries and results, without shared memory;
+- the process's peak resident memory.
+
+With TreeKV, none of them may grow with the number of tokens.
 """
 
 import argparse
@@ -41,7 +45,7 @@ PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 512, size=1500)]
 
 
 def main() -> None:
-    """Run each case in a process of its own, so that one's peak is not another's."""
+    """Run each case in its own process, so that each has its own peak of memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 32768])
     parser.add_argument("--budget", type=int, default=1024)
@@ -65,7 +69,7 @@ def main() -> None:
 
 
 def measure(name: str, budget: int, tokens: int) -> dict[str, object]:
-    """Decode so many tokens and tell what it took."""
+    """Decode `tokens` tokens, and return a row."""
     params = init(CONFIG, jax.random.key(0))
     policy = kvjax.get_policy(name) if name == "full" else kvjax.get_policy(name, budget=budget)
     result = kvjax.generate(params, PROMPT, policy=policy, max_new_tokens=tokens, ignore_eos=True)

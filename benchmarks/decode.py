@@ -1,12 +1,12 @@
-"""Prefill and decoding by policy at real models' shapes, beside the memory-bound floor, with peers in the same run if asked for.
+"""Measure prefill and decoding by policy at the shapes of real models, beside the bandwidth bound and, if asked for, peers.
 
-    python -m benchmarks.decode --grid --peers --compile-jobs 14    # what benchmarks/results/decode-<device>.json has
+    python -m benchmarks.decode --grid --peers --compile-jobs 14    # writes benchmarks/results/decode-<device>.json
     python -m benchmarks.decode --shape llama-3.1-8b --context 16384,65536 --batch 1,8 --policies full,treekv:0.2
 
-What `kvjax bench` measures, after a check: a small model's tokens and log-probabilities on this device are compared with the
-CPU's. With `--peers`, transformers and kvpress follow on the shapes that have a prefill, see `benchmarks.peers`. A run that is
-cut short goes on where it was, if it is started again with the same file. With `--devices N`, so many GPUs of the
-host share kvjax's cases; peers, whose times depend on the host, follow one case at a time.
+Rows are those of `kvjax bench`. First, tokens and log-probabilities of a small model on this device are compared with
+the CPU's. With `--peers`, transformers and kvpress follow at the shapes that have a prefill (`benchmarks.peers`). With
+`--devices N`, N GPUs of the host share kvjax's cases. Peers run one case at a time, because their times depend on the
+host. An interrupted run continues if it is started again with the same file.
 """
 
 import argparse
@@ -38,11 +38,13 @@ GRID = (
     (f"full,{_SPARSER}", "40960", "largest", False),
     (f"full,{_SPARSER}", "512000", "1", False),
 )
-"""Policies, lengths and batches of `--grid`, and whether a prompt is read: times per token come from rows without one, which take
-less. The largest batches are those of the papers' own comparisons."""
+"""Policies, lengths and batch sizes of `--grid`, and whether the prompt is prefilled.
+
+Times per token are measured without prefill, which is faster. The largest batches are those of the papers' comparisons.
+"""
 
 _APART = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""The environment of processes that share the device."""
+"""Environment of processes that share the device."""
 
 PEERS = 16384, 65536
 """Lengths of the prompts that peers read in `--grid`, in batches that the full cache has been measured with."""
@@ -63,16 +65,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--weights", default="float", help="float, int8 or int4; several separated by commas")
     parser.add_argument("--mesh", default="", help="devices that share each case, such as model=2")
-    parser.add_argument("--bandwidth", type=float, help="bytes per second, for the floor")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second, for the bandwidth bound")
     parser.add_argument("--memory", type=int, help="bytes to use")
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--case-seconds", type=float, default=600)
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share kvjax's cases")
     parser.add_argument("--peers", action="store_true", help="measure transformers and kvpress, too")
     parser.add_argument(
-        "--kvpress-path", type=Path, help="folder with kvpress and a transformers that it takes, for its worker alone"
+        "--kvpress-path",
+        type=Path,
+        help="folder with kvpress and a matching version of transformers, for its worker alone",
     )
-    parser.add_argument("--compile-jobs", type=int, default=0, help="compile all first, in so many processes")
+    parser.add_argument(
+        "--compile-jobs", type=int, default=0, help="number of processes that compile all programs first"
+    )
     parser.add_argument("--unchecked", action="store_true", help="do not compare with the CPU first")
     parser.add_argument("--plot", type=Path, help="folder for figures")
     parser.add_argument("--out", type=Path, help="result file")
@@ -151,14 +157,14 @@ def compile_ahead(
     seconds: float = float("inf"),
     env: Mapping[str, Mapping[str, str]] | None = None,
 ) -> None:
-    """Put the cases' programs into the compilation cache, several at a time: what is measured then has its device to itself.
+    """Compile the programs of all cases into the compilation cache, several at a time, before anything is measured.
 
     Args:
-        seconds: end after so long; what is not there by then is compiled when it is measured.
-        env: for a `Case.program`, variables that its processes have besides.
+        seconds: maximum time. Other programs are compiled when they are measured.
+        env: additional environment variables of the processes of a `Case.program`.
 
     Raises:
-        ValueError: there are not so many devices.
+        ValueError: there are fewer devices.
     """
     places, end = environments(devices), time.monotonic() + seconds
     waiting = Queue()

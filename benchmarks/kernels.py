@@ -1,12 +1,13 @@
-"""Check and time every kernel beside XLA and cuDNN on the device at hand, and write one table.
+"""Check every kernel on this device, and time it beside XLA and cuDNN.
 
-python -m benchmarks.kernels                        # every row; writes benchmarks/results/kernels-<device>.json
-python -m benchmarks.kernels --update nearest       # these rows again, the others as they are
-python -m benchmarks.kernels --tune decode_attention   # time all block sizes too, and print the best ones
-python -m benchmarks.kernels --tune projection --shape ": 1 x" --dtype int8 --rules rules.json   # and write them as rules for `tuned/`
+    python -m benchmarks.kernels                        # every row; writes benchmarks/results/kernels-<device>.json
+    python -m benchmarks.kernels --update nearest       # measures these rows again, and keeps the others
+    python -m benchmarks.kernels --tune decode_attention   # times all block sizes too, and prints the best ones
+    python -m benchmarks.kernels --tune projection --shape ": 1 x" --dtype int8 --rules rules.json   # writes them as rules for `tuned/`
 
-Every variant is first compared with float64 NumPy on fresh random inputs. The floor of a row is the larger of its bytes over
-memory bandwidth and its operations over the matrix units' rate (`--bandwidth`, `--flops`: the data sheet's).
+Every variant is first compared with float64 NumPy on new random inputs. The bound of a row (`floor`) is the larger of
+two times: its bytes divided by the memory bandwidth, and its operations divided by the rate of the matrix units. Both
+rates are those of the data sheet (`--bandwidth`, `--flops`).
 """
 
 import argparse
@@ -25,11 +26,11 @@ from benchmarks.kernel_cases.case import Case
 from kvjax._util import files
 
 INPUTS = 3
-"""Sets of inputs taken in turn, so that what is read is not what the last call left in a cache."""
+"""Number of sets of inputs. Calls alternate between them, so that inputs are not in the device's cache."""
 
 
 def main() -> None:
-    """Check, time, print, write."""
+    """Check and time all cases, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", help="all by default")
     parser.add_argument("--tune", action="store_true", help="time the variants with block sizes in their names as well")
@@ -38,20 +39,16 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="", help="only shapes that contain this")
     parser.add_argument("--dtype", default="", help="only this type")
-    parser.add_argument(
-        "--variant", default="", help="of variants with block sizes only those whose names contain this"
-    )
-    parser.add_argument(
-        "--rules", type=Path, help="file of rules to put the best sizes into, before those that are there"
-    )
+    parser.add_argument("--variant", default="", help="only variants with block sizes whose names contain this")
+    parser.add_argument("--rules", type=Path, help="file of rules; those of the best sizes are added at its beginning")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second (H200: 4.8e12)")
     parser.add_argument("--flops", type=float, default=989e12, help="operations per second (H200, bfloat16: 989e12)")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of device time for each of 5 measurements")
-    parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
+    parser.add_argument("--seconds", type=float, default=0.05, help="device time of each of 5 measurements")
+    parser.add_argument("--threads", type=int, default=8, help="number of programs that compile at the same time")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    if jax.default_backend() == "cpu":  # where the compiler would take what is timed out of its loop
-        parser.error("there is nothing to time on a CPU: run it where JAX finds a GPU or TPU")
+    if jax.default_backend() == "cpu":  # XLA would hoist the timed computation out of its loop
+        parser.error("kernels are not timed on a CPU. Run this where JAX finds a GPU or TPU")
     out = args.out or Path(f"benchmarks/results/kernels-{report.device_slug()}.json")
     header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
     cases = [(module, case) for module in kernel_cases.modules() for case in kernel_cases.cases(module)]

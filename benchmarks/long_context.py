@@ -1,17 +1,22 @@
-"""A text of which the device could not hold the whole cache: read in blocks to its end, and gone on with.
+"""Measure chunked prefill of texts whose full cache would not fit the device, with random weights.
 
     python -m benchmarks.long_context --policies snapkv:4096,chelsea:16384 --tokens 1003520
     python -m benchmarks.long_context --policies treekv:4096 --tokens 10002432
     python -m benchmarks.long_context --policies snapkv:0.2 --tokens 65536
-    python -m benchmarks.long_context --policies full --tokens 65536 --block 0    # the whole prompt at once, beside the former
+    python -m benchmarks.long_context --policies full --tokens 65536 --block 0    # the whole prompt at once
 
-Random weights read random tokens and then write some. A row has in what time how many were read, beside the time that arithmetic allows
-(`ideal_seconds`: operations of the matrices and of attention, each over the rate that it reaches on an H200), bytes of the cache and of
-the program that reads a block, which is all the memory that this takes, the most that the device says was in use, and bytes that the full
-cache would have; and ten times on the way how far it was, and what was in use by then. Over a mesh (`--mesh model=2`) bytes are those of each device. What `--seconds` cuts short says how far it came.
+A random text is prefilled block by block, and some tokens are generated after it. A row has
 
-A result file that is there is gone on with: what it has is not read again, so a run may be stopped at any time. With `--lock FILE` several
-runs compile beside each other, and read one after the other.
+- the number of tokens and the seconds that they took, at the end and at ten points on the way;
+- `ideal_seconds`: the operations of matmuls and of attention, each divided by the rate that it reaches on an H200;
+- bytes of the cache, of the program that prefills a block (all memory of the run), and of a full cache;
+- the peak of memory in use, as the device reports it.
+
+Over a mesh (`--mesh model=2`), bytes are those of each device. If `--seconds` ends a run, its row has the tokens until
+then.
+
+Rows that the result file already has are not measured again, so a run can be interrupted at any time. With `--lock
+FILE`, several runs compile at the same time and measure one after the other.
 """
 
 import argparse
@@ -33,33 +38,29 @@ from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine, program_bytes
 
 MARKS = 10
-"""Points on the way of which time and memory are noted."""
+"""Number of points on the way at which time and memory are recorded."""
 
 NEW_TOKENS = 16
-"""Tokens written after the text."""
+"""Tokens generated after the text."""
 
 MATRICES, ATTENTION = 700e12, 600e12
-"""Operations per second in bfloat16 that products of matrices and flash attention reach on an H200."""
+"""Operations per second in bfloat16 that matmuls and flash attention reach on an H200."""
 
 
 def main() -> None:
-    """Read with one policy after the other."""
+    """Measure one policy after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--mesh", default="", help="devices to read over, such as model=2")
-    parser.add_argument(
-        "--compile-only", action="store_true", help="have the programs in the compilation cache, and read nothing"
-    )
+    parser.add_argument("--mesh", default="", help="mesh of devices, such as model=2")
+    parser.add_argument("--compile-only", action="store_true", help="only fill the compilation cache")
     parser.add_argument("--policies", default="chelsea:16384", help="as for `kvjax bench`")
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--block", type=int, default=4096, help="tokens that are read at a time; 0: all")
-    parser.add_argument("--compile-jobs", type=int, default=6, help="programs that are compiled at a time")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="stop reading after so long, for each policy"
-    )
-    parser.add_argument("--lock", type=Path, help="a file that is locked while a policy reads")
+    parser.add_argument("--block", type=int, default=4096, help="block size in tokens; 0 prefills the whole prompt")
+    parser.add_argument("--compile-jobs", type=int, default=6, help="number of programs that compile at the same time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="maximum time of prefill, for each policy")
+    parser.add_argument("--lock", type=Path, help="file that is locked while a policy is measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     out = args.out or Path(f"benchmarks/results/long-context-{report.device_slug()}.json")
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def compiled(case: Case, params: Params, block: int) -> Engine:
-    """What reads and writes, its programs compiled."""
+    """Return an engine whose programs are compiled."""
     sizes = {
         "prompt_len": case.context,
         "max_new_tokens": NEW_TOKENS,
@@ -108,7 +109,7 @@ def compiled(case: Case, params: Params, block: int) -> Engine:
 
 
 def measure(case: Case, engine: Engine, seconds: float) -> dict[str, Any]:
-    """Read `case.context` tokens, less what is no whole block, or as many as there is time for, and write some."""
+    """Prefill the whole blocks of `case.context` tokens, as many as there is time for, and generate some tokens."""
     read = read_in_blocks if engine.block else read_at_once
     program, _ = engine.executables()
     state, marks = read(case, engine, seconds, program)
@@ -133,7 +134,7 @@ def measure(case: Case, engine: Engine, seconds: float) -> dict[str, Any]:
 
 
 def read_at_once(case: Case, engine: Engine, seconds: float, program: Any) -> tuple[Decoding, list[dict[str, Any]]]:
-    """What a prompt leaves, and the time that it took: the second time, since the first also fills the device's caches."""
+    """Prefill a whole prompt. Returns the state, and the time of the second run, as the first also fills the device's caches."""
     prompt = np.random.default_rng(1).integers(0, engine.config.vocab_size, (1, case.context))
     jax.block_until_ready(engine.prefill(prompt))
     start = time.perf_counter()
@@ -143,7 +144,7 @@ def read_at_once(case: Case, engine: Engine, seconds: float, program: Any) -> tu
 
 
 def read_in_blocks(case: Case, engine: Engine, seconds: float, program: Any) -> tuple[Decoding, list[dict[str, Any]]]:
-    """What blocks leave, one after the other, and the time by which some were read."""
+    """Prefill block by block. Returns the state, and the time and memory in use at `MARKS` points."""
     state, size, marks = engine.begin(), engine.block or 1, []
     blocks, random = case.context // size, np.random.default_rng(1)
     start = time.perf_counter()
@@ -163,8 +164,9 @@ def read_in_blocks(case: Case, engine: Engine, seconds: float, program: Any) -> 
 
 
 def ideal_seconds(engine: Engine, tokens: int) -> float:
-    """What reading takes at the rates above, times as many devices as there are: two operations per weight of a layer, and four per
-    channel of a query and slot it sees.
+    """Time of prefill if all devices reached the rates above.
+
+    A token takes two operations per weight of the layers, and four per channel of a query and slot that it attends to.
     """
     config, block = engine.config, engine.block or tokens
     weights = sum(leaf.size for leaf in jax.tree.leaves(engine.weights.layers))
@@ -174,7 +176,7 @@ def ideal_seconds(engine: Engine, tokens: int) -> float:
 
 
 def in_use(which: str) -> int | None:
-    """Memory in use on the device, or the most that has been; None where it does not tell."""
+    """A number of the device's memory statistics, such as bytes in use. None if the device does not report it."""
     return (jax.devices()[0].memory_stats() or {}).get(which)
 
 

@@ -1,4 +1,4 @@
-"""A long file read on a CPU under a limit of the process's memory, by the command that docs/howto/long_prompts.md gives.
+"""Measure the command of docs/howto/long_prompts.md: a long file on a CPU, under a limit of the process's memory.
 
 python -m benchmarks.long_file --text BOOKS.txt --tokens 100000
 """
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs/howto/long_prompts.md"
 
 
 def options() -> tuple[list[str], int]:
-    """The command's words after `kvjax`, the file's name as FILE; and the limit that the page gives, in bytes."""
+    """Return the command's words after `kvjax`, with FILE for the file's name, and the page's limit in bytes."""
     found = re.search(r"^\(ulimit -d (\d+); kvjax (.*)\)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     if found is None:
         raise SystemExit(f"{PAGE.name} has no command under ulimit -d")
@@ -28,7 +28,7 @@ def options() -> tuple[list[str], int]:
 
 
 def measure(file: Path, words: list[str], limit: int) -> dict[str, Any]:
-    """One run in a process of its own: what it took, and what it wrote."""
+    """Run the command in its own process. Returns its time, its memory and its output."""
     command = [sys.executable, "-m", "kvjax", *(str(file) if word == "FILE" else word for word in words)]
     began = time.monotonic()
     done = subprocess.run(
@@ -48,9 +48,9 @@ def measure(file: Path, words: list[str], limit: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Cut the text to so many tokens, read it, and write what that took."""
+    """Cut the text to `--tokens` tokens, run the command, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="plain text of as many tokens or more")
+    parser.add_argument("--text", type=Path, required=True, help="plain text of `--tokens` tokens or more")
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long-file-cpu.json"))
     args = parser.parse_args()

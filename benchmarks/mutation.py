@@ -1,17 +1,19 @@
-"""Which small faults in the code the default tests find, without torch and transformers.
+"""Make small faults in the code, and record which of them the default tests find, without torch and transformers.
 
-    python -m benchmarks.mutation                        # go on with benchmarks/results/mutation.json
+    python -m benchmarks.mutation                        # continues benchmarks/results/mutation.json
     python -m benchmarks.mutation --files 'kvjax/cache/*.py' --count 300
 
-Places are drawn with a seed, from every file of `FILES` in proportion to what can be changed there, and one change (by cosmic-ray's
-operators, or a function for its opposite) is made at each, in copies of the repository's files. A changed file's own tests run first, then
-wider ones, until one fails. A mutant that was found stays found while its line is the same; one that survived is tried again, unless its row
-in the results has `equivalent`, written by hand: why no test can tell it from the code.
+Places are drawn with a seed from the files of `FILES`, in proportion to the number of possible changes. One change is
+made at each, in a copy of the repository's files: an operator of cosmic-ray, or the opposite of a function. The changed
+file's own tests run first, then wider ones, until one fails. A mutant that was found stays found while its line is the
+same. One that survived is tried again, unless its row in the results has `equivalent`. This field is written by hand
+and explains why no test can distinguish the mutant from the code.
 
-Tests outside the default run find some of the survivors. Their rows then have two fields written by hand: `tier`, the mark of such a test ("slow",
-"mesh", "device"), and `by`, its name. Add them only once the test was seen to fail with the mutant. The summary counts these mutants separately.
+Tests outside the default run find some of the survivors. Their rows then have two fields written by hand: `tier`, the
+marker of such a test ("slow", "mesh", "device"), and `by`, its name. Add them only after you have seen the test fail
+with the mutant. The summary counts these mutants separately.
 
-Before that, all these tests run on the code as it is. Those that fail are named in the results, and left out.
+All these tests run on the unchanged code first. The results list those that fail, which are not used.
 
 To compare other tests with these, on the same mutants:
 
@@ -20,7 +22,8 @@ To compare other tests with these, on the same mutants:
     python -m benchmarks.mutation --mutants mutants.json --jobs 2 --out old.json --tests ../older/tests
     python -m benchmarks.mutation --compare old.json new.json
 
-Compiled programs are kept on disk between runs, since nearly all of them are the same. Needs the `mutation` extra.
+Compiled programs are kept on disk between runs, because nearly all of them are the same. The `mutation` extra is
+required.
 """
 
 import argparse

@@ -1,15 +1,24 @@
-"""What it costs and saves to keep keys and values in the host's memory, by policy and by what travels.
+"""Measure decoding with keys and values in host memory, by policy and by what is transferred.
 
     python -m benchmarks.offload --context 4096 --cases full clusterkv:1024@selected
 
-A case is POLICY@MODE, with steps=R, rows=B, context=T and without=KERNEL after it, parted by "@". Modes: "plain" keeps the cache on the
-device; "selected" and "layer" are `offloaded(policy, fetch=...)`, which are the same unless its attention is sparse. `without` leaves an
-operation to XLA (`fetch_slots`: the host gathers what is missing; `write_slots`: new tokens are written slice by slice).
+A case is `POLICY@MODE`. `@steps=R`, `@rows=B`, `@context=T` and `@without=KERNEL` can follow.
 
-First come `check`, by which tokens and log-probabilities of a small random model are compared with the plain policy's on this device, in
-float32 with exact matmuls, for every policy and mode that is measured; and `bus`, the rates at which a plain copy, and the kernel that
-fetches slots, bring much from the host. Every case is a process of its own, with a time limit; all compile at the same time, and run one
-after the other. What was seen is written after each. Weights are random, and so is what fills the cache: hit rates are those of such a model.
+| mode | the cache |
+| --- | --- |
+| `plain` | on the device |
+| `selected`, `layer` | `offloaded(policy, fetch=...)`; both are the same unless the policy's attention is sparse |
+
+`without` leaves an operation to XLA. Without `fetch_slots`, the host gathers the missing slots. Without `write_slots`,
+new tokens are written slice by slice.
+
+Two other rows come first. `check` compares tokens and log-probabilities of a small random model with those of the plain
+policy on this device, in float32 with exact matmuls, for every policy and mode. `bus` has the rates at which a plain
+copy, and the kernel that fetches slots, read host memory.
+
+Every case runs in its own process with a time limit. All compile at the same time and run one after the other. The
+result file is written after each. Weights and the contents of the cache are random, so hit rates are those of a random
+model.
 """
 
 import argparse
@@ -42,7 +51,7 @@ from kvjax.runtime.sampling import Greedy
 
 TINY = ModelConfig.uniform("llama", 97, 64, 128, 3, 4, 2, 16, 512, RopeConfig(1e4, 16))
 CALLS = 4
-"""Calls of the decoding program that are timed, after one that is not."""
+"""Timed calls of the decode program, after one that is not timed."""
 
 CASES = (
     "clusterkv:1024,dense_layers=0@selected",
@@ -65,7 +74,7 @@ CASES = (
 
 
 class Case(NamedTuple):
-    """What is measured: a policy, its mode, and the shape."""
+    """A policy, its mode, and the shape."""
 
     policy: str
     mode: str
@@ -76,7 +85,7 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, context: int) -> "Case":
-        """A case from its text."""
+        """Parse a case."""
         policy, *rest = text.split("@")
         mode = rest.pop(0) if rest and "=" not in rest[0] else "selected"
         settings = dict(part.split("=", 1) for part in rest)
@@ -92,16 +101,16 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Run every case, and write what was seen after each."""
+    """Run every case, and write the result file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(PRESETS), default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=None, help="only so many layers of it")
-    parser.add_argument("--context", type=int, default=32768, help="tokens in the cache, where a case does not say")
-    parser.add_argument("--new-tokens", type=int, default=32, help="of each of the calls that are timed")
+    parser.add_argument("--layers", type=int, default=None, help="number of layers; by default all")
+    parser.add_argument("--context", type=int, default=32768, help="tokens in the cache, unless a case has its own")
+    parser.add_argument("--new-tokens", type=int, default=32, help="new tokens of each timed call")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), help="the most valuable first")
-    parser.add_argument("--limit", type=float, default=280, help="seconds, after which what is not done is given up")
-    parser.add_argument("--jobs", type=int, default=16, help="processes at a time")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), help="cases, the most important first")
+    parser.add_argument("--limit", type=float, default=280, help="seconds, after which unfinished cases are stopped")
+    parser.add_argument("--jobs", type=int, default=16, help="number of processes at the same time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/offload.json"))
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -124,23 +133,23 @@ def main() -> None:
 
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
-    """What the result file begins with."""
+    """Header of the result file."""
     return report.header(
         weights=f"random, {args.shape}", layers=args.layers, dtype=args.dtype, new_tokens=args.new_tokens
     )
 
 
 def in_a_process(text: str, rank: int, out: Path, end: float) -> dict[str, Any]:
-    """What one case finds, or how it failed."""
+    """Return the row of one case, or of its failure."""
     command = [sys.executable, "-m", "benchmarks.offload", *sys.argv[1:], "--one", text]
     without = "" if "@" not in text else Case.parse(text, 0).without
     environment = os.environ | {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes are there at a time
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes share the device
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "240",
         "KVJAX_WITHOUT_KERNELS": without,
         "KVJAX_OFFLOAD_LOCK": str(out.resolve().with_suffix(".lock")),
     }
-    time.sleep(0.5 * rank)  # in this order, as far as they are as quick
+    time.sleep(0.5 * rank)  # so that they run in about this order
     left = max(1.0, end - time.monotonic())
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left, env=environment)
@@ -154,13 +163,13 @@ def in_a_process(text: str, rank: int, out: Path, end: float) -> dict[str, Any]:
 
 
 def alone() -> Any:
-    """The device for this process alone."""
+    """Return a context in which no other process uses the device."""
     lock = os.environ.get("KVJAX_OFFLOAD_LOCK")
     return report.alone(Path(lock) if lock else None)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compile, then fill the cache and decode; the best of several calls counts, as others may be compiling, which tries kernels."""
+    """Compile, fill the cache, and decode. The result is the best of several calls, as other processes may be compiling."""
     case = Case.parse(args.one, args.context)
     config = PRESETS[args.shape]
     if args.layers:
@@ -195,7 +204,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
         steps = CALLS * args.new_tokens
         chosen, found = (b - a for a, b in zip(before, hits(state.caches), strict=True))
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # the CPU does not tell
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # a CPU does not report it
     memory = program.memory_analysis()
     return {
         "rows": case.rows,
@@ -218,7 +227,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def states_on_devices(policy: Policy, specs: Any) -> Any:
-    """Shapes of the state that is decoded from, each in the memory where it will be."""
+    """Shapes of the state before decoding, with the memory of each array."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[0]), ())
     made = jax.make_jaxpr(lambda: states.started_empty(policy, specs))().out_avals
 
@@ -233,7 +242,7 @@ def states_on_devices(policy: Policy, specs: Any) -> Any:
 
 
 def bus(args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes a second from the host's memory: by one large copy, and by the kernel that fetches slots, those in a row and those anywhere."""
+    """Bytes per second from host memory, by one large copy and by the kernel that fetches slots in several orders."""
     slots, heads, dim = args.context, 8, 128
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     zeros = jax.jit(lambda: tuple(jnp.zeros((8, heads, slots, dim), jnp.bfloat16) for _ in "kv"), out_shardings=there)
@@ -259,7 +268,7 @@ def bus(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rate(call: Callable[[Any], Any], stores: Any, size: int) -> float:
-    """Bytes a second, the best of five calls after the first."""
+    """Bytes per second, the best of five calls after the first."""
     seconds = []
     for _ in range(6):
         start = time.perf_counter()
@@ -269,7 +278,7 @@ def rate(call: Callable[[Any], Any], stores: Any, size: int) -> float:
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """Largest difference of log-probabilities from the plain policy's, by policy and mode; tokens are the same."""
+    """Largest difference of log-probabilities from the plain policy's, by policy and mode. Tokens must be the same."""
     params = init(TINY, jax.random.key(1))
     prompts: list[list[int]] = [
         np.random.default_rng(i).integers(0, 97, size).tolist() for i, size in enumerate((150, 3, 60))

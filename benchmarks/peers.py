@@ -1,10 +1,13 @@
-"""transformers and kvpress on the shapes that kvjax is measured on: random weights, the same rows; `benchmarks.decode --peers`.
+"""Measure transformers and kvpress at the shapes and batch sizes of kvjax, with random weights (`benchmarks.decode --peers`).
 
-Needs torch, transformers and kvpress; a row says so where one is missing. A kvpress that takes only older versions of transformers
-may have one of its own: `benchmarks.decode --kvpress-path`. Programs:
-    transformers: as it comes, a cache that grows ("eager").
-    transformers-compiled: a static cache, and `torch.compile` of the decoding step.
-    kvpress: SnapKV and ChunkKV with four fifths of the prompt dropped, "eager".
+torch, transformers and kvpress are required. If one is missing, the row has the error. If kvpress needs an older
+version of transformers, give both in a folder: `benchmarks.decode --kvpress-path`.
+
+| program | what runs |
+| --- | --- |
+| `transformers` | the default: a cache that grows, "eager" |
+| `transformers-compiled` | a static cache, and `torch.compile` of the decode step |
+| `kvpress` | SnapKV and ChunkKV that drop four fifths of the prompt, "eager" |
 """
 
 import contextlib
@@ -21,17 +24,17 @@ from kvjax.bench.floor import bandwidth
 from kvjax.bench.worker import serve
 
 PROGRAMS = ("transformers", "transformers-compiled", "kvpress")
-"""What `Case.program` may be."""
+"""Values of `Case.program`."""
 
 RATIO = 0.8
 """Share of the prompt that kvpress drops."""
 
 STEPS = 64
-"""Tokens that are timed, after as many to warm up."""
+"""Timed tokens, after the same number to warm up."""
 
 
 def cases(ours: Sequence[Case]) -> list[Case]:
-    """The peers' cases: each shape, length and batch of ours that has a prefill and a number of rows, once; weights are floats."""
+    """Return the peers' cases: each shape, length and batch size of kvjax's cases that have a prefill. Weights are floats."""
     fixed = [case for case in ours if case.prefill and isinstance(case.batch, int)]
     own = {"policy": "full", "settings": {}, "new_tokens": 2 * STEPS + 1, "weights": "float"}
     plain = [dataclasses.replace(case, **own) for case in fixed]
@@ -46,11 +49,11 @@ def cases(ours: Sequence[Case]) -> list[Case]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """What a row says besides the case itself.
+    """Return the measured fields of a row.
 
     Raises:
         ImportError: torch, transformers or kvpress is missing.
-        RuntimeError: as torch raises it, where memory runs out for one.
+        RuntimeError: torch ran out of memory, or finds no CUDA device.
     """
     import torch
 
@@ -59,10 +62,10 @@ def measure(case: Case) -> dict[str, Any]:
     from transformers import DynamicCache, StaticCache
 
     assert isinstance(case.batch, int)
-    if case.program == "kvpress":  # which is missing more often than the others: told before a model is made
+    if case.program == "kvpress":  # raises before a model is made
         import kvpress  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
 
-    torch.compiler.reset()  # what was compiled for another case: its memory, and sizes taken for dynamic since they changed
+    torch.compiler.reset()  # free programs of other cases, and forget that sizes changed
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,15 @@
-"""What the TPU's compiler makes of products with weights in 8 and 4 bits, without a TPU: bytes of each, beside those with bfloat16.
+"""Count the bytes that matmuls with 8-bit and 4-bit weights move on a TPU, beside bfloat16, according to the TPU compiler.
 
     python -m benchmarks.quantized_products      # writes benchmarks/results/quantized-products-v5e.json
 
-Products of one to sixteen rows with the matrices of Llama-3.1-8B, by plain XLA, compiled ahead of time. A row has the bytes that the program
-has to move, those that the compiler counts (copies ahead of time into the chip's own memory among them, so compare rows, not with a
-bandwidth), those of temporaries in the device's memory, and whether the whole matrix becomes floats before anything is multiplied.
+No TPU is needed: programs are compiled ahead of time, with plain XLA. They multiply one to sixteen rows by the matrices
+of Llama-3.1-8B. A row has
+
+- `bytes`: what the program has to move;
+- `counted_bytes`: what the compiler counts. This includes prefetches into the chip's own memory, so compare rows with
+  each other, not with a bandwidth;
+- `temporary_bytes`: temporaries in the device's memory;
+- `floats_first`: whether the whole matrix is dequantised before the matmul.
 """
 
 import argparse
@@ -30,7 +35,7 @@ MATRICES = {
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
-"""Outputs and inputs."""
+"""Number of outputs and inputs of each matrix."""
 
 KINDS = "bfloat16", "int8", "int4"
 
@@ -38,7 +43,7 @@ ROWS = 1, 8, 16
 
 
 def main() -> None:
-    """Compile one after the other, print, write."""
+    """Measure one case after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
     parser.add_argument("--out", type=Path)
@@ -52,7 +57,7 @@ def main() -> None:
 
 
 def measure(chip: str, matrix: str, kind: str, rows: int) -> dict[str, Any]:
-    """One row of the result file."""
+    """Return one row of the result file."""
     shape = outputs, inputs = MATRICES[matrix]
     x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
     w: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -71,7 +76,7 @@ def measure(chip: str, matrix: str, kind: str, rows: int) -> dict[str, Any]:
 
 
 def makes_floats(text: str, numbers: int) -> bool:
-    """Whether a step of a compiled program results in so many floats, in one array or two halves."""
+    """Whether a step of a compiled program returns `numbers` floats, in one array or in two halves."""
     steps = [
         line for line in text[text.index("ENTRY") :].splitlines()[1:] if " = " in line and "parameter(" not in line
     ]

@@ -1,16 +1,19 @@
-"""Decoding, and reading in blocks, over two GPUs of one host, beside one of them in the same run.
+"""Measure decoding and chunked prefill over two GPUs of one host, beside one of them in the same run.
 
     python -m benchmarks.several_devices --compile-jobs 20 --seconds 480
 
-A run decides nothing and waits for nobody: all programs are compiled first, beside each other, into JAX's cache on disk; then the cases of `PARTS`
-are measured one after the other, the first of them first, in a process that sees both GPUs. A row is written as soon as it is there, a case that
-fails or takes too long is a row that says so, and what a run has no time for the next one does, if it is given the same file. Rows are those of
-`kvjax bench`: over a mesh weights and filled caches are made in their parts, and bytes and floor are those of each device. Then a long text is read
-in blocks (`READ`, by `benchmarks.long_context`, in a file of its own), and cases of `TRIED` follow once for each of `VARIANTS`, other ways to
-add up over devices; `program` of such a row tells which. Last another text is read.
+1. All programs are compiled at the same time, into JAX's cache on disk.
+2. The cases of `PARTS` are measured one after the other, in a process that sees both GPUs.
+3. A long text is prefilled in blocks (`READ`, by `benchmarks.long_context`, with its own result file).
+4. The cases of `TRIED` are measured with each of `VARIANTS`, other ways to all-reduce. The row's `program` names the way.
+5. Another long text is prefilled.
 
-Rows over `data=2` are to be set beside one GPU with half of the rows, which does the same work as each of the two; with all of the rows one GPU
-reads its weights once, where two read them twice.
+Each row is written as soon as it is measured. A case that fails, or takes too long, has a row with the error. If the
+time runs out, a run with the same file measures what is missing. Rows are those of `kvjax bench`. Over a mesh, weights
+and filled caches are made in shards, and bytes and the bandwidth bound are those of each device.
+
+Compare rows over `data=2` with one GPU and half of the sequences, which does the same work as each of the two GPUs.
+With all sequences on one GPU, its weights are read once instead of twice.
 """
 
 import argparse
@@ -47,14 +50,14 @@ PARTS = (
         for batch in (1, 8)
     ),
 )
-"""Shape, policy, tokens, rows and mesh, what matters most first."""
+"""Shape, policy, tokens, rows and mesh. The most important cases come first."""
 
 TRIED = (
     (_EIGHT, "full", 16384, 1, "model=2"),
     (_EIGHT, "full", 65536, 8, "model=2"),
     (_SEVENTY, "full", 16384, 1, "model=2"),
 )
-"""What is measured with each of `VARIANTS`."""
+"""Cases that are measured with each of `VARIANTS`."""
 
 _KERNELS = "--xla_gpu_experimental_use_collective_kernels="
 
@@ -62,31 +65,36 @@ VARIANTS = {
     "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']} {_KERNELS}",
     "XLA's sums in the graph": f"{_KERNELS}ALL_REDUCE",
 }
-"""Other ways to add up over devices: XLA's flags."""
+"""Other ways to all-reduce, by XLA's flags."""
 
 READ = (("snapkv:4096", 1_015_808, 16384), ("snapkv:4096", 1_003_520, 4096))
-"""Policy, tokens, and tokens in a block, each read by one GPU and over `model=2`."""
+"""Policy, tokens, and block size. Each text is prefilled by one GPU and over `model=2`."""
 
 _READ_SECONDS = 45
-"""The most time for reading one of them, after which its row says how far it came."""
+"""Maximum time of one of them. Its row has the tokens until then."""
 
 _SHARED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-"""So that the cache on disk has small programs, too, of which weights are made."""
+"""Also caches small programs on disk, such as those that make weights."""
 
 
 def main() -> None:
     """Compile, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile-jobs", type=int, default=20, help="processes that compile at a time; 0: none does")
-    parser.add_argument("--compile-seconds", type=float, default=200, help="the most time for that")
-    parser.add_argument("--case-seconds", type=float, default=90, help="the most time for a row")
-    parser.add_argument("--seconds", type=float, default=480, help="the most time for all")
-    parser.add_argument("--shape", help="instead of the two, for a trial")
-    parser.add_argument("--layers", type=int, help="only so many layers of each model, for a trial")
-    parser.add_argument("--scale", type=int, default=1, help="tokens are fewer by this factor, for a trial")
+    parser.add_argument(
+        "--compile-jobs",
+        type=int,
+        default=20,
+        help="number of processes that compile at the same time; 0 does not compile ahead",
+    )
+    parser.add_argument("--compile-seconds", type=float, default=200, help="maximum time to compile ahead")
+    parser.add_argument("--case-seconds", type=float, default=90, help="maximum time of a row")
+    parser.add_argument("--seconds", type=float, default=480, help="maximum time of the run")
+    parser.add_argument("--shape", help="replaces both shapes, for a trial")
+    parser.add_argument("--layers", type=int, help="number of layers of each model, for a trial")
+    parser.add_argument("--scale", type=int, default=1, help="divides the numbers of tokens, for a trial")
     parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument(
-        "--memory-fraction", default="0.92", help="of each GPU's memory, for JAX; the rest is for NCCL and CUDA"
+        "--memory-fraction", default="0.92", help="fraction of each GPU's memory for JAX; the rest is for NCCL and CUDA"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode-two-h200.json"))
     parser.add_argument("--out-read", type=Path, default=Path("benchmarks/results/long-context-two-h200.json"))
@@ -131,7 +139,7 @@ def main() -> None:
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[Case], dict[str, dict[str, str]]]:
-    """What is measured, and what the processes of each program have in their environment."""
+    """Return the cases, and the environment variables of the processes of each program."""
 
     def case(shape: str, policy: str, context: int, batch: int, mesh: str, program: str = "kvjax") -> Case:
         name, settings = read_policy(policy)
@@ -157,7 +165,7 @@ def chosen(args: argparse.Namespace) -> tuple[list[Case], dict[str, dict[str, st
 
 
 def _reading(args: argparse.Namespace, policy: str, tokens: int, block: int, mesh: str) -> Sequence[str]:
-    """The command that reads one text."""
+    """Return the command that prefills one text."""
     asked = {"policies": policy, "tokens": tokens // args.scale, "block": block // args.scale, "mesh": mesh}
     asked |= {"out": args.out_read, "seconds": _READ_SECONDS} | ({} if args.layers is None else {"layers": args.layers})
     options = [f"--{name}={value}" for name, value in asked.items()]
@@ -165,7 +173,7 @@ def _reading(args: argparse.Namespace, policy: str, tokens: int, block: int, mes
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Until a process has ended, which it is made to after so long."""
+    """Wait until a process has ended, and kill it after `seconds`."""
     try:
         process.wait(max(seconds, 1))
     except subprocess.TimeoutExpired:

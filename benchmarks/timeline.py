@@ -1,17 +1,19 @@
-"""The kernels of a decoding step one by one: when each begins and how long it takes, as the GPU's profiler saw it.
+"""Show when each kernel of a decode step begins and how long it takes, from the GPU's profiler.
 
     python -m benchmarks.timeline --policies full,catekv:share_adaptive=0.4 --context 16384 --batch 1 --layers 6
     python -m benchmarks.timeline --policies full --mesh model=2 --layers 8
     python -m benchmarks.timeline --policies snapkv:4096,treekv:4096 --block 4096 --layers 4
     python -m benchmarks.timeline --policies full,snapkv:0.2 --prompt --context 16384 --layers 8
 
-With `--block`, they are the kernels that read a block of a text into a full cache. With `--prompt`, they are those of a whole prompt's
-prefill. Both are summed by name, with the longest first. Over a mesh, they are those of the first device.
+With `--block`, the kernels are those of chunked prefill: one block, after blocks that fill the cache. With `--prompt`,
+they are those of the prefill of a whole prompt. Both are summed by name, the longest first. Over a mesh, the kernels
+are those of the first device.
 
-Where a step's time goes, for looking at and not for comparing: the profiler makes steps longer, and has kernels that run side by
-side one after the other. The time per token beside it is without the profiler.
-A loop that runs as one CUDA graph shows a part of its kernels; with `XLA_FLAGS=--xla_gpu_enable_command_buffer=` in the environment it does not run as
-one, and shows all, with the gaps of their launches.
+Use this to see where time goes, not to compare policies. The profiler slows steps down, and serialises kernels that
+otherwise overlap. The time per token is measured without the profiler.
+
+A loop that runs as one CUDA graph shows only some of its kernels. With `XLA_FLAGS=--xla_gpu_enable_command_buffer=` in
+the environment there is no CUDA graph: all kernels are shown, with the gaps between their launches.
 """
 
 import argparse
@@ -39,23 +41,23 @@ from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.engine import Engine
 
 STEPS = 48
-"""Tokens a call, when it is timed."""
+"""Tokens of a timed call."""
 
 BLOCKS = 12
-"""Blocks that a text has: half of them fill the cache, a quarter is timed."""
+"""Blocks of a text. Half of them fill the cache, and a quarter is timed."""
 
 LONGEST = 14
-"""Kernels of a block or a prompt that are shown."""
+"""Number of kernels of a block or a prompt that are shown."""
 
 PREFILLS = 5
-"""Timed prefills of a prompt; the median counts."""
+"""Timed prefills of a prompt. The result is the median."""
 
 PROFILED = 5
-"""Tokens while the profiler looks; the middle one's kernels are kept."""
+"""Profiled tokens. The result has the kernels of the middle one."""
 
 
 def main() -> None:
-    """One policy after the other."""
+    """Measure one policy after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=6)
@@ -64,10 +66,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--mesh", default="", help="devices to decode over, such as model=2")
-    parser.add_argument("--block", type=int, help="tokens that are read at a time; decoding steps if not given")
-    parser.add_argument("--prompt", action="store_true", help="prefill of a whole prompt instead of decoding steps")
+    parser.add_argument(
+        "--block", type=int, help="block size in tokens for chunked prefill; without it, decode steps are shown"
+    )
+    parser.add_argument(
+        "--prompt", action="store_true", help="show the prefill of a whole prompt instead of decode steps"
+    )
     parser.add_argument("--compile-jobs", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="result file; printed alone if not given")
+    parser.add_argument("--out", type=Path, help="result file; by default rows are only printed")
     args = parser.parse_args()
     header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, mesh=args.mesh, weights="random")
     cases = []
@@ -88,7 +94,7 @@ def main() -> None:
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A row, printed."""
+    """Print a row, and return it."""
     print(
         f"{row['policy']} {row['settings']}: {next(row[k] for k in ('tpot_ms', 'block_ms', 'prompt_ms') if k in row):.3f} ms"
     )
@@ -98,7 +104,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def reading(cases: list[Case], params: Params, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each policy: the time that a block takes, and its kernels by name."""
+    """Return a row for each policy: the time of a block, and its kernels by name."""
 
     def engine(case: Case) -> Engine:
         sizes = {"batch": args.batch, "prompt_len": case.context, "block": args.block, "mesh": case.mesh or None}
@@ -128,7 +134,7 @@ def reading(cases: list[Case], params: Params, args: argparse.Namespace) -> list
 
 
 def prompts(cases: list[Case], params: Params, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each policy: the time until the first token, and the kernels of prefill by name."""
+    """Return a row for each policy: the time to first token, and the kernels of prefill by name."""
     random, rows = np.random.default_rng(1), []
     tokens = random.integers(0, params.config.vocab_size, (args.batch, args.context), np.int32)
     for case in cases:
@@ -150,7 +156,7 @@ def prompts(cases: list[Case], params: Params, args: argparse.Namespace) -> list
 
 
 def by_name(run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The GPU's kernels meanwhile, summed by name, the longest first."""
+    """Return the kernels that run during `run`, summed by name, the longest first."""
     spent: dict[str, list[float]] = defaultdict(list)
     for _, duration, name in profiled(run):
         spent[re.sub(r"[._]\d+", "", name)].append(duration)
@@ -161,7 +167,7 @@ def by_name(run: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def measure(case: Case, params: Params) -> dict[str, Any]:
-    """The time per token, and the kernels of one."""
+    """Return the time per token, and the kernels of one token."""
     engine = case.engine(params, int(case.batch))
     state = jax.block_until_ready(states.filled(engine.policy, engine.specs, case.context))
 
@@ -189,7 +195,7 @@ def measure(case: Case, params: Params) -> dict[str, Any]:
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
-    """Begin, duration and name of all that the GPU does meanwhile."""
+    """Return begin, duration and name of each kernel that runs during `run`."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -198,10 +204,10 @@ def profiled(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
 
 
 def kernels(profile: Any) -> list[tuple[float, float, str]]:
-    """Begin and duration in nanoseconds, and name, of all that the first GPU did in a `ProfileData`.
+    """Return begin and duration in nanoseconds, and name, of each kernel of the first GPU in a `ProfileData`.
 
     Raises:
-        ValueError: there is no GPU in it.
+        ValueError: the profile has no GPU.
     """
     planes = sorted((plane for plane in profile.planes if "gpu" in plane.name.lower()), key=lambda plane: plane.name)
     lines = [line for plane in planes[:1] for line in plane.lines if "stream" in (line.name or "").lower()]

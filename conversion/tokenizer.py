@@ -161,9 +161,9 @@ class Tokenizer:
         """Copy of the tokenizer whose chat template gets these arguments.
 
         Args:
-            arguments: values by name, as keywords of transformers' `apply_chat_template`: `tools` (a list of JSON
-                schemas), `documents` (a list of dictionaries), and any other variable that the template reads, such as
-                `enable_thinking` or `date_string`. They replace earlier ones; None is none.
+            arguments: values by name, as keywords of transformers' `apply_chat_template`. `tools` is a list of JSON
+                schemas, and `documents` a list of dictionaries. Others are variables that the template reads, such as
+                `enable_thinking` or `date_string`. They replace earlier arguments. None gives no arguments.
 
         Raises:
             ValueError: an argument has the wrong type. A template that does not read one raises when it is rendered.

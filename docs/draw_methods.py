@@ -64,7 +64,7 @@ def exact(params: Any, ids: list[int], policy: ShadowKV) -> Any:
 
 
 def bits(params: Any, ids: list[int], methods: dict[str, KIVI | TurboQuant | FP8]) -> Any:
-    """Keys of one head, and by how much those that methods keep in few bits differ from them."""
+    """Keys of one head, and the quantisation errors of methods."""
     figures, _ = import_matplotlib()
     keys = _keys(params, ids, kvjax.Full())
     panels = {"keys": keys} | {

@@ -68,7 +68,7 @@ def families() -> Drawing:
 
 
 def positions() -> Drawing:
-    """Kept tokens where they stood, or by their place among the kept."""
+    """Kept tokens at their positions in the text, or at their rank among the kept tokens."""
     d = Drawing(380, 150)
     kept = [0, 1, 5, 8, 9, 10]
     for i in range(11):
@@ -146,8 +146,8 @@ def blocks() -> Drawing:
         d.box(x + 33, 100, 44, 40, "kept", "kept")
         if i < 2:
             d.line((x + 77, 120), (x + 112, 120), (x + 147, 64), arrow=True)
-    d.words(190, 164, "From what is kept and each block the policy chooses anew;", "middle")
-    d.words(190, 182, "memory does not grow.", "middle")
+    d.words(190, 164, "The policy chooses from the kept tokens and each block.", "middle")
+    d.words(190, 182, "Memory does not grow.", "middle")
     return d
 
 
@@ -229,7 +229,7 @@ class DrawingDirective(Directive):
     def run(self) -> list[Any]:
         name, alt = self.arguments[0], " ".join(self.content)
         if name not in DRAWINGS or not alt:
-            raise self.error(f"drawing {name!r}: give one of {', '.join(DRAWINGS)}, and words that say what it shows")
+            raise self.error(f"drawing {name!r}: give one of {', '.join(DRAWINGS)}, and a description")
         return [nodes.raw("", DRAWINGS[name]().svg(alt), format="html")]
 
 

@@ -1,8 +1,8 @@
 """Low-bit codes of rotated vectors, whose nearly Gaussian coordinates are rounded to an optimal codebook.
 
-This is TurboQuant's scheme (Zandieh et al. 2025) without its residual sketch: y = Π x / |x| with an orthogonal Π, for
-each coordinate the code of the entry nearest to √d y in the Lloyd-Max quantiser of N(0, 1), and a factor that restores
-the vector's norm.
+This is TurboQuant's scheme (Zandieh et al. 2025) without its residual sketch. A vector is normed and rotated:
+y = Π x / |x| with an orthogonal Π. Each coordinate of √d y has the code of the nearest entry of the Lloyd-Max quantiser
+of N(0, 1). A factor restores the vector's norm.
 """
 
 import functools

@@ -31,8 +31,8 @@ class FastKVzip(SurrogateScorer):
     """Keep what a trained gate per layer expects KVzip to keep (Kim et al. 2026, by the published code).
 
     A gate maps the attention inputs of a token to a small query per query head and a small key per KV head, both
-    normed. The score is the softmax probability that the query gives to the token's own key beside some trained keys,
-    mean over the query group: mean_g 1 / (1 + Σ_s exp(κ_s · q_g / √r - k · q_g / √r - b_g)).
+    normed. The score is the softmax probability that the query gives to the token's own key beside some trained keys.
+    It is the mean over the query group: mean_g 1 / (1 + Σ_s exp(κ_s · q_g / √r - k · q_g / √r - b_g)).
 
     Gates are trained for one model. `Jang-Hyun/Fast-KVzip` has a `.pt` file per model, such as
     `qwen3-8b/q4_dim16_sink16.pt`. It is parsed without executing anything in it.

@@ -18,11 +18,11 @@ from .replay import Part
 class KVgrad(KVzip):
     """Keep what changes the last hidden states when the model repeats the prompt (KVgrad, by kvpress 0.5.5).
 
-    As `KVzip`, with another score. The attention probability that a query gives to a token is multiplied by two norms:
-    that of the token's value after the output projection, and that of the gradient of an objective with respect to what
-    the layer's attention adds to the residual stream at the query. The objective is the sum of the squares of the
-    residual stream after the last layer, over all tokens that are read now. The score is the maximum over queries and
-    over the query heads of the group.
+    As `KVzip`, with another score. The objective is the sum of the squares of the residual stream after the last layer,
+    over all tokens of the part. Its gradient is taken with respect to what the layer's attention adds to the residual
+    stream at each query. The attention probability that a query gives to a token is multiplied by two norms: that of
+    the gradient at the query, and that of the token's value after the output projection. The score is the maximum over
+    queries and over the query heads of the group.
 
     Each part takes two forward passes and a backward pass, with one layer's attention probabilities in memory.
 

@@ -27,8 +27,8 @@ class PyramidKV(SnapKV):
     on the prompt's length n. A prompt within the budget b is kept whole. A prompt below 2 (b - w) has the same budget
     in all layers. The first layer never keeps more tokens than there are.
 
-    A layer allocates slots for its largest budget over all prompt lengths up to the padded length: rows of a batch may
-    be short, and a short prompt needs up to b slots in every layer. For batches of long rows only, and for such budgets
+    A layer allocates slots for its largest budget over all prompt lengths up to the padded length, because a short prompt
+    needs up to b slots in every layer. For batches of long rows only, and for such budgets
     under other policies, see `pyramid`.
 
     Attributes:

@@ -26,7 +26,7 @@ PROTECTED = 1e30
 """Score of tokens with large values."""
 
 LEAST = 2.0**-25
-"""Lower bound of random numbers, of which logarithms are taken."""
+"""Lower bound of random numbers, so that their logarithms are finite."""
 
 
 @register

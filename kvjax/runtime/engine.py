@@ -551,7 +551,7 @@ class Engine:
 
         Args:
             state: the state.
-            rows: one index per row. A row may be copied several times, or left out.
+            rows: one index per row. A row may be copied several times, or dropped.
 
         Raises:
             ValueError: the state is of another engine, there is not one index per row, an index is out of range, or the

@@ -114,7 +114,7 @@ def export(
         policy, budget: as for `kvjax.generate`.
         batch: number of rows.
         prompt_len: maximum prompt length in tokens. It is rounded up; pad prompts to the length in `programs.json`.
-        max_new_tokens: maximum number of steps. Fractional budgets are of the prompt and so many tokens.
+        max_new_tokens: maximum number of steps. Fractional budgets are of the prompt and `max_new_tokens` tokens.
         dtype: type of the weights, for a configuration; bfloat16 by default.
         platforms: "cpu", "cuda", "rocm" or "tpu". By default that of this process.
 

@@ -90,7 +90,7 @@ class _Into(WrappedLayer[Any]):
 
 
 def _empty(layer: CacheLayer[Any], rows: int) -> Any:
-    """Zeros in the shape of a layer's state, for so many rows."""
+    """Zeros in the shape of a layer's state, for `rows` rows."""
     return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), jax.eval_shape(layer.init))
 
 

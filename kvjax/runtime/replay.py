@@ -174,7 +174,7 @@ class _First(WrappedLayer[Any]):
 
     @classmethod
     def of(cls, layer: CacheLayer[Any], more: int) -> Self:
-        """That of a layer, with room for so many tokens more."""
+        """That of a layer, with room for `more` tokens."""
         return cls(layer.policy, layer.spec, inner=layer, more=more)
 
     @property

@@ -18,10 +18,10 @@ TITLE = "CateKV: attention recalled"
 ABOUT = """\
 The share of attention that goes to selected tokens, for queries after the prompt. There are four ways to select, and all KV heads use the same one:
 
-- *consistent*: once for all queries, as in consistent heads;
-- *streaming*: the first and last tokens, as in streaming heads;
-- *quest*: chunks for each query, by Quest's bounds;
-- *top-k*: the tokens with the most attention for each query, which is the upper bound.
+- *consistent*: once for all queries, as in consistent heads.
+- *streaming*: the first and last tokens, as in streaming heads.
+- *quest*: chunks for each query, by Quest's bounds.
+- *top-k*: the tokens with the most attention for each query. This is the upper bound.
 
 Tokens after the prompt count as kept."""
 

@@ -15,7 +15,7 @@ from .claim import Claim, Measured, Row
 TITLE = "TreeKV: long texts through a small cache"
 
 ABOUT = """\
-Each book is fed token by token into a cache that starts empty. The perplexity covers the first tokens of each book; the column says how many.
+Each book is fed token by token into a cache that starts empty. The perplexity covers the first tokens of each book, as many as the column's head has.
 The paper's model was trained on 4k tokens, so 8k and 16k exceed its trained window. TreeKV and StreamingLLM assign positions inside the cache.
 H2O, TOVA and the full cache keep the original positions, as in the authors' code. Beyond the trained window their results are extrapolation."""
 
