@@ -45,7 +45,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--older", type=Path, help="folder with an older version's source tree, measured first")
-    parser.add_argument("--calls", type=int, default=20, help="calls of each case, of which the median is reported")
+    parser.add_argument("--calls", type=int, default=20, help="calls of each case; the result is their median")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/host-time-cpu.json"))
     args = parser.parse_args()
     from benchmarks import report

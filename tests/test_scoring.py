@@ -19,10 +19,10 @@ STEPS = 3
 WITHOUT = {"chelsea", "attention_matching"}
 """Those that say that they have no gradient."""
 
-ROUNDS = {"turboquant", "kivi", "quantized(full)", "turboquant(full)"}
-"""Those that round, so that the slope is zero or a jump. Their gradient is that of what is not rounded."""
-
-POLICIES = [p for p in every_policy(16) + compositions(16) if p.info.name not in WITHOUT | ROUNDS]
+POLICIES = [
+    p for p in every_policy(16) + compositions(16) if p.info.name not in WITHOUT and p.info.memory != "quantized"
+]
+"""Those that have a gradient which is the slope. Rounded keys and values have a slope of zero or a jump."""
 
 
 def engine_for(policy: Policy | str, params: Params, budget: int | None = None) -> kvjax.Engine:

@@ -262,10 +262,10 @@ def generate(
             tokens and causally to their block. If a block is partial, it is the first. None prefills whole prompts, or
             blocks of `BLOCK` if their keys and values would not fit, see `GenerationStats.prefill_block`. Policies that
             need the whole prompt do not support blocks.
-        chat_template_kwargs: arguments of the chat template by name, as keywords of transformers' `apply_chat_template`:
-            `tools` (a list of JSON schemas), `documents` (a list of dictionaries), `continue_final_message` (the model
-            continues the last message, instead of answering it), and any other variable that the template reads, such
-            as `enable_thinking` or `date_string`. A template that does not read one refuses it.
+        chat_template_kwargs: arguments of the chat template by name, as keywords of transformers' `apply_chat_template`.
+            `tools` is a list of JSON schemas, and `documents` a list of dictionaries. With `continue_final_message`,
+            the model continues the last message instead of answering it. Others are variables that the template reads,
+            such as `enable_thinking` or `date_string`. A variable that the template does not read is an error.
         mesh: devices to run on, as for `kvjax.Engine`. Load the weights onto it (`kvjax.load(..., mesh=...)`);
             otherwise each call shards them again.
         progress: called after each block of chunked prefill with the number of finished blocks and of all blocks. For
