@@ -294,7 +294,7 @@ class QuantizedLayer(LowBitLayer[Quantized]):
         return math.gcd(self.policy.group, self.spec.head_dim)
 
 
-def check_scheme(policy: Any, scheme: Scheme) -> None:
+def check_scheme(policy: Any, scheme: str) -> None:
     """Raise `PolicyError` unless the hyperparameters of `policy` are valid for a scheme."""
     if scheme == "kivi":
         _check_packing(policy, policy.bits, policy.group, policy.residual)
