@@ -273,12 +273,14 @@ def attention_gradients(
     """Norms of gradients with respect to what each layer's attention adds to the residual stream, at each token.
 
     The objective is the sum of the squares of the residual stream after the last layer, over the tokens of the block.
-    Each layer is computed again in the backward pass, so that attention probabilities of one layer are in memory.
+    Each layer is computed again in the backward pass, so that attention probabilities of one layer are in memory. The
+    norms have no derivatives themselves.
 
     Args:
         params, states, tokens, pos, count, total, caches: as for `read_block`. States do not change.
     """
     shard = caches[0].spec.shard
+    params, states = jax.lax.stop_gradient((params, tuple(states)))  # the norm of zeros has a derivative of NaN
     inside = jnp.arange(tokens.shape[1], dtype=jnp.int32) < count[:, None]
 
     def objective(added: Float[Array, "L B S D"]) -> Float[Array, ""]:

@@ -58,8 +58,12 @@ class AttentionContext:
 def projected_norms(
     spec: LayerSpec, around: AttentionContext, values: Float[Array, "B K T H"]
 ) -> Float[Array, "B K G T"]:
-    """Return the norm that each value has after the output projection, by query head: its effect on the output."""
-    output, size = around.output_of(spec), values.shape[2]
+    """Return the norm that each value has after the output projection, by query head: its effect on the output.
+
+    It has no derivative, which would be NaN for padding.
+    """
+    output, values = jax.lax.stop_gradient((around.output_of(spec), values))
+    size = values.shape[2]
     gram = jnp.einsum("kghd,kgjd->kghj", output, output, precision="highest")
     step = min(TOKENS, size)
     padded = jnp.pad(values.astype(jnp.float32), ((0, 0), (0, 0), (0, -size % step), (0, 0)))

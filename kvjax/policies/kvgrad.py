@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -58,4 +57,4 @@ class Attribution(Repetition):
     def _factors(self, part: Part, places: Int[Array, "B C"]) -> tuple[Float[Array, "B K G C"], Float[Array, "B R"]]:
         values = jnp.take_along_axis(part.prepared, places[:, None, None], axis=-1, mode="clip")
         norms = jnp.ones(part.block.mask.shape) if part.sensitivity is None else part.sensitivity
-        return values, jnp.where(part.block.mask, jax.lax.stop_gradient(norms), 0.0)
+        return values, jnp.where(part.block.mask, norms, 0.0)

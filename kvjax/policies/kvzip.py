@@ -194,7 +194,7 @@ class Repetition(Replay):
         self, spec: LayerSpec, held: LayerCache, around: AttentionContext | None
     ) -> Float[Array, "B K G C"] | None:
         """Factors of the probabilities of the prompt's tokens."""
-        return None if around is None else projected_norms(spec, around, jax.lax.stop_gradient(held.v))
+        return None if around is None else projected_norms(spec, around, held.v)
 
     def observe(self, spec: LayerSpec, part: Part) -> Float[Array, "B K C"]:
         block, size = jax.lax.stop_gradient(part.block), part.block.size
