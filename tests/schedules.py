@@ -1,6 +1,7 @@
 """Random schedules of a running batch, and what each job gives alone in it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 
 from kvjax.policies import Policy
 from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.rows import Reading
 
 ROWS, LONGEST, NEW, GIVEN = 3, 54, 24, 4
 
 
+@functools.cache
 def jobs() -> list[Job]:
     """Prompts of many lengths. Some have given tokens, and some have an end token that the others do not have."""
     random = np.random.default_rng(5)
@@ -33,18 +36,20 @@ class Ran:
 
     def add(self, call: Any, row: int) -> bool:
         """Add a call's tokens. Returns whether the row has ended."""
-        count = int(call.filled[row])
-        self.tokens += zip(call.tokens[row][:count].tolist(), call.logprobs[row][:count].tolist(), strict=True)
-        return not bool(call.live[row])
+        count = int(np.asarray(call.filled)[row])
+        tokens, logprobs = (np.asarray(x)[row, :count].tolist() for x in (call.tokens, call.logprobs))
+        self.tokens += zip(tokens, logprobs, strict=True)
+        return not bool(np.asarray(call.live)[row])
 
 
-def begun(batch: Batch, job: Job, row: int) -> Ran:
-    first = batch.insert(batch.read(job), job, row)
-    return Ran([] if job.given else [(int(first.token[0]), float(first.logprob[0]))])
+def begun(batch: Batch, reading: Reading, job: Job, row: int) -> Ran:
+    first = batch.insert(reading, job, row)
+    return Ran([] if job.given else [(np.asarray(first.token).item(), np.asarray(first.logprob).item())])
 
 
 def caches(batch: Batch, row: int) -> list[np.ndarray]:
-    return [np.asarray(x[row]) for x in jax.tree.leaves(batch.state.caches)]
+    """Copies of a row's arrays. To slice on the device would take longer than all else that a schedule does."""
+    return [np.array(np.asarray(x)[row]) for x in jax.tree.leaves(batch.state.caches)]
 
 
 def lone(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
@@ -54,14 +59,14 @@ def lone(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
     for i, job in enumerate(jobs()):
         batch.reset()
         row = i % ROWS
-        ran = begun(batch, job, row)
+        ran = begun(batch, batch.read(job), job, row)
         assert ran.add(batch.serve(64), row)
         alone.append(dataclasses.replace(ran, caches=caches(batch, row)))
     return batch, alone
 
 
-def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
-    """Run all jobs: which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied between."""
+def schedule(batch: Batch, readings: list[Reading], random: np.random.Generator) -> dict[int, Ran]:
+    """Run all jobs, whose prompts were read before: which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied between."""
     batch.reset()
     waiting = random.permutation(len(jobs())).tolist()
     owners: dict[int, int] = {}
@@ -70,7 +75,7 @@ def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
         for row in random.permutation(ROWS).tolist():
             if row not in owners and waiting and random.random() < 0.6:
                 owners[row] = waiting.pop()
-                ran[owners[row]] = begun(batch, jobs()[owners[row]], row)
+                ran[owners[row]] = begun(batch, readings[owners[row]], jobs()[owners[row]], row)
             elif row not in owners and random.random() < 0.2:
                 batch.release(row)
         call = batch.serve(int(random.integers(1, 6)), leave=bool(random.random() < 0.5))
@@ -85,8 +90,9 @@ def check(batch: Batch, alone: list[Ran], seeds: range) -> None:
     for job, ran in zip(jobs(), alone, strict=True):
         ended = bool(job.ends) and ran.tokens[-1][0] == job.ends[0]
         assert ended or len(ran.tokens) == job.max_new_tokens
+    readings = [batch.read(job) for job in jobs()]
     for seed in seeds:
-        for i, got in schedule(batch, np.random.default_rng(seed)).items():
+        for i, got in schedule(batch, readings, np.random.default_rng(seed)).items():
             assert got.tokens == alone[i].tokens
             for mine, lone in zip(got.caches, alone[i].caches, strict=True):
                 np.testing.assert_array_equal(mine, lone)

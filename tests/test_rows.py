@@ -146,9 +146,10 @@ def test_what_does_not_go(tiny):
 
 
 def chips_and_blocks() -> list[Any]:
-    """Policies, chips and sizes of a block. Those whose prompts are read in blocks, by a policy that waits and by one that does not, are slow, all others long."""
-    slow = [(policy, chips) for policy in ("full", "rkv:1024") for chips in ("v5e", "v5e:2x2")]
-    more = [*((policy, "v5e") for policy in ("snapkv:1024", "treekv:1024", "clusterkv:1024")), ("rkv:1024", "v6e")]
+    """Policies, chips and sizes of a block. A policy that waits, on a mesh, and one that does not, on a chip, are slow where prompts are read in blocks. All others are long."""
+    slow = [("full", "v5e"), ("rkv:1024", "v5e:2x2")]
+    more = [("full", "v5e:2x2"), *((f"{policy}:1024", "v5e") for policy in ("rkv", "snapkv", "treekv", "clusterkv"))]
+    more += [("rkv:1024", "v6e")]
     return [
         pytest.param(
             policy,
