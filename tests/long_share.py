@@ -1,8 +1,9 @@
-"""Pytest plugin: runs one share of the tests that are marked `long` or `mesh_long`.
+"""Pytest plugin: runs one share of the tests that are marked `long` or `mesh_long`, and a third of the slow ones marked `rotating`.
 
 A continuous integration run has time for a part of these tests only. They are divided into shares, and the commit's hash selects one.
+Slow tests that ask the same of every policy or kernel are marked `rotating`. They are divided into `THIRDS`.
 
-The environment variable `KVJAX_LONG_SHARE` selects another share: `3/20` is share 3 of 20 (the first is 0), and `all` runs every test. Where the
+The environment variable `KVJAX_LONG_SHARE` selects another share: `3/30` is share 3 of 30 (the first is 0), and `all` runs every test. Where the
 variable is not set, runs outside CI take all tests.
 """
 
@@ -24,8 +25,11 @@ VARIABLE = "KVJAX_LONG_SHARE"
 TIERS = ("long", "mesh_long")
 """Markers whose tests are divided, each tier for itself."""
 
-SHARES = 20
+SHARES = 30
 """Number of shares."""
+
+ROTATING, THIRDS = "rotating", 3
+"""Marker of slow tests of which a run takes a part, and the number of parts. The index of the share selects the part."""
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,8 +130,8 @@ CHOICE = pytest.StashKey[Choice]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose a share where one of the two tiers is selected."""
-    if config.option.markexpr in TIERS:
+    """Choose a share where one of the two tiers, or the slow one, is selected."""
+    if config.option.markexpr in (*TIERS, "slow"):
         ci = os.environ.get("CI", "").lower() in ("1", "true", "yes")
         try:
             config.stash[CHOICE] = choose(os.environ.get(VARIABLE), head_commit(), ci)
@@ -139,10 +143,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """A line that names the share and the setting that runs it again."""
     if (choice := config.stash.get(CHOICE, None)) is None:
         return None
+    tests = config.option.markexpr if config.option.markexpr in TIERS else ROTATING
     what = (
         f"all ({choice.reason})" if choice.index is None else f"share {choice.index} of {choice.count}, {choice.reason}"
     )
-    return f"{config.option.markexpr} tests: {what}"
+    return f"{tests} tests: {what}"
 
 
 @pytest.hookimpl(trylast=True)
@@ -151,7 +156,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     choice = config.stash.get(CHOICE, None)
     if choice is None or choice.index is None:
         return
-    shares = assign((item.nodeid for item in items), choice.count, recorded(config.option.markexpr))
-    if other := [item for item in items if shares[item.nodeid] != choice.index]:
-        config.hook.pytest_deselected(items=other)
-        items[:] = [item for item in items if shares[item.nodeid] == choice.index]
+    if config.option.markexpr in TIERS:
+        shares = assign((item.nodeid for item in items), choice.count, recorded(config.option.markexpr))
+        chosen = [item for item in items if shares[item.nodeid] == choice.index]
+    else:
+        divided = (item.nodeid for item in items if item.get_closest_marker(ROTATING))
+        shares = assign(divided, THIRDS, {})
+        chosen = [item for item in items if shares.get(item.nodeid, choice.index % THIRDS) == choice.index % THIRDS]
+    if len(chosen) < len(items):
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = chosen

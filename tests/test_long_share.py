@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from long_share import SHARES, VARIABLE, Choice, assign, choose, expected_runs, group
+from long_share import SHARES, THIRDS, VARIABLE, Choice, assign, choose, expected_runs, group
 
 ROOT = Path(__file__).parents[1]
 NAMES = [f"tests/test_{file}.py::test_{test}[{case}]" for file in "ab" for test in "cd" for case in range(100)]
@@ -83,6 +83,10 @@ def test_what_is_no_share_is_refused(value: str) -> None:
         choose(value, "abc1234f", ci=True)
 
 
+def test_every_third_is_as_likely() -> None:
+    assert SHARES % THIRDS == 0
+
+
 def test_the_documented_number_of_runs() -> None:
     text = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
     assert expected_runs(3) == pytest.approx(5.5)
@@ -96,6 +100,25 @@ def pytest_in(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
     environment |= {"PYTHONPATH": str(ROOT / "tests"), "CI": "true", **variables}
     command = [sys.executable, "-m", "pytest", "-p", "long_share", "-p", "no:xdist", "-v", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_thirds_of_rotating_tests_together_are_all(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n    rotating\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\npytestmark = pytest.mark.slow\n"
+        "@pytest.mark.rotating\n@pytest.mark.parametrize('x', range(12))\ndef test_of_each(x): pass\n"
+        "def test_always(): pass\n"
+    )
+    ran: list[str] = []
+    for index in (0, 4, 29):
+        run = pytest_in(tmp_path, "-m", "slow", **{VARIABLE: f"{index}/{SHARES}"})
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert f"rotating tests: share {index} of {SHARES}, chosen by" in run.stdout
+        ran += re.findall(r"(\S+) PASSED", run.stdout)
+    each = [f"test_it.py::test_of_each[{x}]" for x in range(12)]
+    assert sorted(ran) == sorted([*each, *3 * ["test_it.py::test_always"]])
+    run = pytest_in(tmp_path, "-m", "slow", **{VARIABLE: "all"})
+    assert len(re.findall(" PASSED", run.stdout)) == 13
 
 
 def test_pytest_runs_the_share_and_names_it(tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ FIRSTS = {name.split(",")[0]: name for name in reversed(KERNELS)}.values()
 """The first case of each kernel. One is enough where a chip differs little from the v5e, for which all are compiled."""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "generation"), [(name, chip) for chip in CHIPS for name in KERNELS if chip == "v5e" or name in FIRSTS]
 )

@@ -16,7 +16,7 @@ from kvjax.models import ModelConfig, abstract
 from kvjax.policies import Policy, get_policy, policies
 from kvjax.runtime import decoding
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.optimised, pytest.mark.rotating]
 
 LAYERS = {"chelsea": 8}
 """Layers, where not three: enough for policies that treat the first two differently, and more than may be copied."""

@@ -63,6 +63,7 @@ def test_programs_are_traced_under_all_flags(policy):
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     [

@@ -69,6 +69,7 @@ def test_short_rows_beside_a_long_one_stay_whole(name):
             assert heads == [list(range(length))] * 2, length
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "budget",
     [
