@@ -53,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
             # Most of the time goes into compiling, which a large machine does for eight processes as fast as for four.
             config.option.tx = ["popen"] * max(config.option.maxprocesses, min((os.cpu_count() or 1) // 2, 8))
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start, as is the next one
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: threads of torch would wait for each other
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)

@@ -8,10 +8,22 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from long_share import SHARES, VARIABLE, choose, head_commit
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT = 600 * 1024
 """Bytes of a notebook with its outputs."""
+
+BY_SHARE = ("chat_history", "compare_policies", "long_context_tpu", "quickstart", "your_own_policy")
+"""Notebooks of which a CI run executes one with the whole model. The others run with two of its layers, in a fifth of the time.
+
+`convert_and_share` compiles little, and `what_a_policy_keeps` needs the profiles of all layers, so both always run as they are.
+"""
+
+
+def runs_whole(name: str, index: int | None) -> bool:
+    """Whether a notebook is executed with the whole model, by the index of the share of long tests; None selects all."""
+    return name not in BY_SHARE or index is None or BY_SHARE[index % len(BY_SHARE)] == name
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +40,31 @@ def execution():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_without_a_complaint(path, execution, monkeypatch):
+    ci = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+    whole = runs_whole(path.stem, choose(os.environ.get(VARIABLE), head_commit(), ci).index)
     monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # compiled as readers' are
-    notebook = execution.execute(path)
+    if whole:  # compiled as readers' are
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+        monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    notebook = execution.execute(path, few_layers=not whole)
     assert execution.complaints(notebook) == []
+    if not whole:  # readers see what is in the repository
+        notebook = pytest.importorskip("nbformat").read(path, as_version=4)
     if cache := os.environ.get("KVJAX_NOTEBOOK_CACHE"):  # the site's build takes them from there
         base = pytest.importorskip("jupyter_cache.base", reason="needs the docs extra")
         bundle = base.CacheBundleIn(notebook, path.name)
         cache = pytest.importorskip("jupyter_cache").get_cache(cache)
         # The check of validity refuses notebooks with cells that are not executed, as the one that installs kvjax.
         cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def test_shares_execute_every_notebook():
+    names = {path.stem for path in NOTEBOOKS}
+    assert set(BY_SHARE) < names
+    assert SHARES % len(BY_SHARE) == 0  # so that each is as likely
+    chosen = [[name for name in names if runs_whole(name, index)] for index in range(len(BY_SHARE))]
+    assert all(len(each) == len(names) - len(BY_SHARE) + 1 for each in chosen)
+    assert set().union(*chosen) == {name for name in names if runs_whole(name, None)} == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
