@@ -97,9 +97,7 @@ class RocketKV(SnapKV):
     def max_budget(self, spec: LayerSpec) -> int:
         tokens = np.arange(spec.max_tokens + 1)
         prompt = tokens_left(self.budget, spec.max_tokens) - np.maximum(tokens - spec.prompt_len, 0)
-        return max(
-            int(prompt[spec.shortest_prompt :].max(initial=0)), min(spec.new_tokens, spec.prompt_len), self.window
-        )
+        return max(int(prompt.max(initial=0)), min(spec.new_tokens, spec.prompt_len), self.window)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
         if spec.window is not None:
@@ -156,8 +154,7 @@ def sizes(budget: int | float, shortest: int, longest: int, most: int) -> Sizes:
     high = float((np.minimum(tokens, most) / budgets).max())
     page = math.ceil(math.sqrt(high))
     left, ample = np.arange(1, most + 1), int(budgets.max())
-    largest = np.clip((left / low).astype(np.int64), 1, ample)  # budget with which so many tokens may be left
-    pages = int((-(-left // page_size(left, largest, page, np))).max())
+    pages = int((-(-left // page_size(left, ample, page, np))).max())
     # The share is page / x. It falls with x except where pages grow: at x = 2, and beyond the squares from 4 on.
     shares = [(low, (math.ceil(math.sqrt(low)) if low >= 2 else 1) / low), (2.0, 1.0)]
     shares += [(p**2, (p + 1) / p**2) for p in range(2, page)]
