@@ -46,10 +46,10 @@ class RocketKV(SnapKV):
     1. SnapKV with wide pooling leaves S / c^r tokens, new ones included: 3.2k of 32k for t = 512. It leaves at least as
        many tokens of the prompt as new ones will come, and at least the window.
     2. n tokens are left, and x = n / t. Pages of ⌈√x⌉ tokens (1 if x < 2) store the minimum and maximum of each key
-       channel. A step reads one of the two in the ⌊d · page / x⌋ of d channels with the largest |q|, summed over the
-       query group: the maximum where the group's queries have a positive sum. The products of each query with a page
-       are divided by √(d · Σ|q| of these channels / Σ|q|). Their softmax over all tokens is averaged over the group. The
-       t / 2 tokens with the highest averages are read, the first ones where pages tie.
+       channel. A step takes the ⌊d · page / x⌋ of d channels with the largest |q|, summed over the query group. It reads
+       the maximum of a channel where the group's queries have a positive sum, else the minimum. The products of each
+       query with a page are divided by √(d · Σ|q| of these channels / Σ|q|). Their softmax over all tokens is averaged
+       over the group. The t / 2 tokens with the highest averages are read, the first ones where pages tie.
 
     So each of the two parts of the second stage reads as many bytes as t / 2 tokens have. Rows whose tokens fit into
     the budget read all of them. (The published code reads half of the budget there, too.) Prompts are prefilled whole.
@@ -66,7 +66,7 @@ class RocketKV(SnapKV):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="rocketkv",
         paper="Behnam et al. 2025, RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression",
-        summary="the prompt's most attended tokens in wide neighbourhoods and all new ones, of which a query reads the pages it likes best",
+        summary="the prompt's most attended tokens in wide neighbourhoods and all new ones, and a query reads the pages it likes best",
         memory="freed",
         stage="both",
         budget_excludes_new_tokens=True,
@@ -115,9 +115,8 @@ def tokens_left(budget: int | float, longest: int) -> np.ndarray:
     tokens = np.arange(longest + 1)
     ratio = np.maximum(tokens / budget_counts(budget, tokens, LEAST), 1.0)
     split = np.minimum(0.2 + 0.06 * np.log2(ratio), 0.8)
-    left = np.floor(tokens / ratio**split * (1 + 1e-12)).astype(
-        np.int32
-    )  # a whole number, where it is one but for rounding
+    exact = 1 + 1e-12  # rounding does not make a whole number the one below
+    left = np.floor(tokens / ratio**split * exact).astype(np.int32)
     left.flags.writeable = False
     return left
 
@@ -147,7 +146,7 @@ class Sizes(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def sizes(budget: int | float, shortest: int, longest: int, most: int) -> Sizes:
-    """`Sizes` for sequences of `shortest` to `longest` tokens, of which at most `most` are left."""
+    """`Sizes` for sequences of `shortest` to `longest` tokens, if the first stage leaves at most `most`."""
     tokens = np.arange(shortest, longest + 1)
     budgets = budget_counts(budget, tokens, LEAST)
     low = float((tokens_left(budget, longest)[shortest:] / budgets).min())
@@ -258,7 +257,7 @@ class HybridLayer(SparseLayer[RocketKV]):
         return dataclasses.replace(state, bounds=jnp.where(jnp.isfinite(bounds), bounds, jnp.zeros((), bounds.dtype)))
 
     def _of(self, kept: LayerCache, tokens: Int[Array, " B"], budget: Int[Array, " B"]) -> HybridCache:
-        """Return a state with empty bounds, for rows of which `tokens` are left in the end."""
+        """Return a state with empty bounds. Rows end with `tokens` tokens."""
         spec, most = self.spec, self.sizes
         page = page_size(tokens, budget, most.page, jnp)
         channels = jnp.where(tokens > budget, spec.head_dim * page * budget // jnp.maximum(tokens, 1), spec.head_dim)

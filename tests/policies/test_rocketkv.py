@@ -90,6 +90,7 @@ def test_the_papers_example():
     assert tokens / left == pytest.approx(10.3, abs=0.05)
     assert left / budget == pytest.approx(6.2, abs=0.05)
     assert split(tokens, 256, budget, 128, 32) == Split(left - 256, 3, 61, 512)
+    assert int(tokens_left(512, 32768)[32768]) == 3191  # "3.2k of 32k" in the docstring
     assert page_size(np.asarray([left]), budget, 9, np).tolist() == [3]
 
 
