@@ -1,5 +1,6 @@
 """Static facts of one layer's cache, and the sizes of caches."""
 
+import bisect
 import dataclasses
 import functools
 from typing import Any
@@ -78,6 +79,16 @@ class LayerSpec:
     def max_tokens(self) -> int:
         """Maximum tokens of a row: padded prompt and all new tokens."""
         return self.prompt_len + self.new_tokens
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Minimum tokens of a row's prompt.
+
+        A batch of one is padded to the next bucket, unless it is `mixed`. Other batches may hold rows of any length, and
+        in chunked prefill a prompt was shorter before.
+        """
+        known = self.batch * self.shard.data == 1 and not self.mixed and not self.block
+        return bisect.bisect_left(range(self.prompt_len), self.prompt_len, key=bucket) if known else 1
 
     def totals(self, total: Int[Array, " B"] | None) -> Int[Array, " B"]:
         """Tokens that each row will reach: as given, or the maximum by default."""

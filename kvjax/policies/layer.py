@@ -208,7 +208,8 @@ class CacheLayer(Generic[P]):
         The block's tokens attend to the kept tokens and, causally, to the block. The method's rule then chooses from
         both. One block with a whole prompt equals `prefill`. In a method that compresses while it decodes, a block of
         one token equals `append`, `attend` and `compress`. Rows without a token keep their state. This default
-        processes the block token by token.
+        processes the block token by token. A layer that `compresses_together` leaves the choice to
+        `compress_together`, and may return a state with more slots until then.
 
         Returns:
             The block's attention output, the state after the block, and the carry.

@@ -26,6 +26,7 @@ from .pyramidkv import PyramidKV as PyramidKV
 from .quest import Quest as Quest
 from .random_eviction import Random as Random
 from .rkv import RKV as RKV
+from .rocketkv import RocketKV as RocketKV
 from .shadowkv import ShadowKV as ShadowKV
 from .snapkv import SnapKV as SnapKV
 from .streaming_llm import StreamingLLM as StreamingLLM

@@ -1,6 +1,5 @@
 """PyramidKV: lower layers, whose attention is spread out, keep more of a prompt than upper ones."""
 
-import bisect
 import dataclasses
 from typing import Any, ClassVar
 
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import LayerSpec, bucket
+from kvjax.cache import LayerSpec
 
 from .budget import budget_counts, budget_rows
 from .fields import check_fields
@@ -73,10 +72,7 @@ class PyramidKV(SnapKV):
     def max_budget(self, spec: LayerSpec) -> int:
         if spec.prompt_len == 0:
             return 0
-        # A batch of one is padded to the next bucket; one of several may hold rows of any length.
-        known = spec.batch == 1 and not spec.mixed and not spec.block  # in chunked prefill, a text was shorter before
-        shortest = bisect.bisect_left(range(spec.prompt_len), spec.prompt_len, key=bucket) if known else 1
-        lengths = np.arange(shortest, spec.prompt_len + 1)
+        lengths = np.arange(spec.shortest_prompt, spec.prompt_len + 1)
         total = np.full_like(lengths, spec.max_tokens) if spec.block else lengths + spec.new_tokens
         average = budget_counts(self.budget, total, self.least_slots)
         most = self._budgets(spec, lengths, average, np)

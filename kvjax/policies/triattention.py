@@ -7,10 +7,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
-from kvjax.cache import LayerSpec, PromptKV
+from kvjax.cache import LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.config import ModelConfig
 from kvjax.pallas_kernels.head_shards import query_heads
 
@@ -20,7 +20,7 @@ from .families.scoring import PromptScorer, PromptScorerLayer
 from .families.trigonometry import MeanQueries, frequencies, pairs
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo, not_bound
-from .layer import CacheLayer, Carry
+from .layer import CacheLayer, Carry, Reads
 from .profile import find, missing
 from .registry import register
 
@@ -54,7 +54,8 @@ class TriAttention(PromptScorer):
       from the union of all heads' best tokens.
     - `sets="heads"`: one set per KV head, by the mean over layers. The authors' results use it.
 
-    With shared sets, a prompt stays whole until the first round, `every` tokens after it.
+    With shared sets or `keep_prompt`, a prompt stays whole until the first round, `every` tokens after it. In chunked
+    prefill, blocks after the first decoded token are new tokens, and a round may follow each.
 
     Attributes:
         budget: slots that a round leaves: a number of tokens, or a fraction of prompt + new tokens.
@@ -187,9 +188,11 @@ class PinnedCache(ObservedCache):
 
     Attributes:
         pinned: number of these tokens in each row.
+        begun: rows that have decoded a token. Blocks before it are the prompt's.
     """
 
     pinned: Int[Array, " B"]
+    begun: Bool[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +206,10 @@ class PinnedLayer(RoundsLayer):
         return self.scorer.policy.sets != "each"
 
     @property
+    def reads(self) -> Reads:
+        return "blocks"
+
+    @property
     def max_kept(self) -> int:
         prompt = self.spec.prompt_len
         most = prompt + self._budget if self.scorer.policy.keep_prompt else max(prompt, self._budget)
@@ -210,12 +217,37 @@ class PinnedLayer(RoundsLayer):
 
     def init(self, total: Int[Array, " B"] | None = None) -> PinnedCache:
         state = super().init(total)
-        return PinnedCache(**vars(state), pinned=jnp.zeros_like(state.rounded))
+        none = jnp.zeros_like(state.rounded)
+        return PinnedCache(**vars(state), pinned=none, begun=jnp.zeros_like(none, bool))
 
     def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[PinnedCache, Carry]:
         state, carry = super().prefill(prompt, carry)
         pinned = prompt.lengths.astype(jnp.int32) if self.scorer.policy.keep_prompt else jnp.zeros_like(state.rounded)
-        return PinnedCache(**vars(state), pinned=pinned), carry
+        return PinnedCache(**vars(state), pinned=pinned, begun=jnp.zeros_like(pinned, bool)), carry
+
+    def read_block(
+        self, state: ObservedCache, block: TokenBlock, carry: Carry
+    ) -> tuple[Float[Array, "B S N H"], PinnedCache, Carry]:
+        """Keep a block of the prompt whole. Tokens of a later block are new, and a round may follow."""
+        assert isinstance(state, PinnedCache)
+        held = cache.insert_block(cache.extended(state.cache, block.size), block)
+        out, reads = cache.attend_block(self.spec, held, block), block.count > 0
+        first = reads & ~state.begun
+        new = PinnedCache(
+            cache=held,
+            queries=state.queries,
+            rounded=jnp.where(first, held.seen, state.rounded),
+            total=jnp.where(reads, block.total, state.total),
+            pinned=jnp.where(first, held.seen, state.pinned) if self.scorer.policy.keep_prompt else state.pinned,
+            begun=state.begun,
+        )
+        return out, new if self.compresses_together else self.compress(new), carry
+
+    def append(self, state: ObservedCache, token: Token) -> PinnedCache:
+        after = super().append(state, token)
+        assert isinstance(after, PinnedCache)
+        live = jnp.ones_like(after.begun) if token.live is None else token.live
+        return dataclasses.replace(after, begun=after.begun | live)
 
     def before_compress(self, state: PinnedCache, carry: Carry) -> Carry:
         """Return the carry with the sum or maximum of the scores of the layers so far, and their number."""

@@ -140,6 +140,15 @@ def observed_together(layers: Sequence[CacheLayer[Any]], caches: Iterable[Any]) 
     return carry
 
 
+def after_block(layers: Sequence[CacheLayer[Any]], caches: Sequence[Any]) -> Caches:
+    """The states after a block of chunked prefill, in which layers that compress together have done so."""
+    carry = observed_together(layers, caches)
+    return tuple(
+        layer.compress_together(cache, carry) if layer.compresses_together else cache
+        for layer, cache in zip(layers, caches, strict=True)
+    )
+
+
 def compressed(layer: CacheLayer[Any], cache: Any, carry: Carry | None = None) -> Any:
     """Return a layer's state after `compress`, or `compress_together` with a carry. Errors name the policy and the function."""
     together = carry is not None and layer.compresses_together

@@ -24,7 +24,7 @@ from kvjax.models.sharding import is_of_one_process, partitions
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
-from kvjax.runtime.compression import WAIT, Compression, compressed, group_size, observed_together
+from kvjax.runtime.compression import WAIT, Compression, after_block, compressed, group_size, observed_together
 from kvjax.runtime.mesh import ALL, ROWS, arrays_of, on_host, placed, state_partitions
 from kvjax.runtime.origin import Origin
 from kvjax.runtime.program import (
@@ -421,7 +421,7 @@ def _extend(
 ) -> tuple[Decoding, Float[Array, " B"]]:
     layers, reads = layers_of(policy, specs), count > 0
     logits, caches = transformer.read_block(params, state.caches, tokens, state.pos, count, total, layers)
-    pos = state.pos + count
+    caches, pos = after_block(layers, caches), state.pos + count
     token, logprob = sample_token(logits, sampler, state.seed, pos)
     token, done = jnp.where(reads, token, state.token), jnp.where(reads, jnp.isin(token, ends), state.done)
     return dataclasses.replace(state, caches=caches, token=token, pos=pos, done=done), logprob

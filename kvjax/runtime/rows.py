@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
+from kvjax.runtime.compression import after_block
 from kvjax.runtime.decoding import (
     CHUNK,
     Loop,
@@ -126,7 +127,7 @@ def _read_block(
     layers = layers_of(policy, specs)
     logits, caches = transformer.read_block(params, reading.caches, tokens, reading.pos, count, total, layers)
     logits = jnp.where((count > 0)[:, None], logits, reading.logits)
-    return Reading(caches, logits, reading.pos + count)
+    return Reading(after_block(layers, caches), logits, reading.pos + count)
 
 
 def _insert(

@@ -14,7 +14,7 @@ from policies.surrogates import model_inputs
 
 from kvjax import Engine
 from kvjax.models import Params
-from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, by_head, by_layer
+from kvjax.policies import Full, KVzip, Policy, PolicyError, Quest, TreeKV, TriAttention, by_head, by_layer
 from kvjax.runtime import decoding
 
 from .conftest import model
@@ -122,6 +122,29 @@ def test_reading_in_blocks(name, uneven, prompts):
     policy = next(policy for policy in POLICIES.values() if name in policy.info.name)
     one = generated(uneven, policy, prompts, None, block=16)
     agree(one, generated(uneven, policy, prompts, "data=2,model=4", block=16))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("model=2", {"sets": "heads"}),
+        ("model=2", {"sets": "union", "block": 16}),
+        *(
+            pytest.param(mesh, {"sets": sets, "keep_prompt": True, "block": 16}, marks=pytest.mark.mesh_long)
+            for mesh in ("model=2", "data=2,model=4", "sequence=2")
+            for sets in ("union", "heads")
+        ),
+    ],
+    ids=str,
+)
+def test_layers_that_choose_together(mesh, options, uneven, prompts):
+    """TriAttention's shared sets, with whole prompts and in blocks."""
+    block = options.get("block")
+    policy = TriAttention(budget=16, every=4, window=4, **{k: v for k, v in options.items() if k != "block"})
+    one, many = (generated(uneven, policy, prompts, where, block=block) for where in (None, mesh))
+    agree(one, many)
+    kept = {tuple(sorted(p[p >= 0].tolist())) for pos, *_ in one[2] for p in pos[0]}
+    assert len(kept) == (1 if options["sets"] == "union" else uneven.config.num_kv_heads)
 
 
 def test_a_store_of_its_own_along_sequence(uneven, prompts):

@@ -95,6 +95,7 @@ def shared_sets(
     window: int,
     sets: str,
     keep_prompt: bool,
+    block: tuple[int, int] = (0, 0),
 ) -> list[list[list[list[int]]]]:
     """What the heads of all layers keep of one row after each new token: [step][layer][head], ascending.
 
@@ -103,6 +104,7 @@ def shared_sets(
         queries: [L, N, 3, F], Re μ, Im μ and ρ.
         prompt: tokens of the prompt, which stay until the first round.
         budget, every, window, sets, keep_prompt: as of the policy.
+        block: first and last of new tokens that come at once. A round can only follow the last.
     """
     layers, total, heads = keys.shape[:3]
     group, pinned = queries.shape[1] // heads, prompt if keep_prompt else 0
@@ -110,7 +112,7 @@ def shared_sets(
     rounded, steps = prompt, []
     for now in range(prompt, total):
         held = [[[*head, now] for head in layer] for layer in held]
-        if now + 1 - rounded >= every:
+        if now + 1 - rounded >= every and not block[0] <= now < block[1]:
             rounded = now + 1
             held = cut(held, keys, queries, now + 1, group, budget, window, sets, pinned)
         steps.append(held)

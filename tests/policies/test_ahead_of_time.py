@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.optimised, pytest.mark.rotating]
 LAYERS = {"chelsea": 8}
 """Layers, where not three: enough for policies that treat the first two differently, and more than may be copied."""
 
-WORKSPACE = {"chelsea": 5, "rkv": 2, "triattention": 2}
+WORKSPACE = {"chelsea": 5, "rkv": 2, "triattention": 2, "vase": 2}
 """Layers' caches that a step may need room for, where not one: Chelsea cuts a layer's keys into chunks, and merges into room beside; R-KV
-has 16 MiB of keys' cosines with one another at a time, and TriAttention keys in float32."""
+has 16 MiB of keys' cosines with one another at a time, TriAttention keys in float32, and VaSE the attention of 64 queries to all keys."""
 
 NAMES = list(policies(trained=False))
 """Of methods that need trained weights, a step is another method's."""

@@ -14,12 +14,12 @@ from policies.surrogates import mean_queries
 from policies.test_recompress import equals
 
 import kvjax
-from kvjax.cache import PromptKV, Token
+from kvjax.cache import PromptKV, Token, TokenBlock
 from kvjax.config import ModelConfig, Rope, RopeConfig
 from kvjax.policies import Full, MeanQueries, PolicyError, TriAttention, by_head, offloaded
 from kvjax.policies.families.trigonometry import frequencies, pairs
 from kvjax.policies.profile import load, pack
-from kvjax.runtime.compression import Compression
+from kvjax.runtime.compression import Compression, after_block
 
 
 def policy_of(statistics: Any, **options: Any) -> TriAttention:
@@ -202,6 +202,88 @@ def decoded(policy: TriAttention, specs: Any, cases: Any, steps: int) -> list[An
             [[[sorted(p[p >= 0].tolist()) for p in each[:, head]] for head in range(each.shape[1])] for each in pos]
         )
     return found
+
+
+@pytest.mark.parametrize(
+    ("sets", "keep_prompt"),
+    [
+        pytest.param("union", True, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("each", True), *SHARED_CASES)),
+    ],
+)
+def test_blocks_are_the_prompt_until_a_token_is_decoded(sets, keep_prompt):
+    """Ragged prompts in blocks of 8, 5 decoded tokens, a block of up to 7 more, and 6 decoded ones: what every head keeps."""
+    layers, heads, kv_heads, before, after = 3, 4, 2, 5, 6
+    random = np.random.default_rng(9)
+    lengths = np.asarray([1, 8, 9, 31, *random.integers(1, 34, size=12)])
+    given = np.asarray([7, 0, 4, 3, *random.integers(0, 8, size=12)])
+    size = {"budget": 9, "every": 4, "window": 3}
+    queries = np.stack([mean_queries(small(heads)).layer(i % 2, 8) for i in range(layers)])
+    profile = MeanQueries.of(queries, method="triattention", model="", data="", settings=())
+    policy = TriAttention(**size, sets=sets, keep_prompt=keep_prompt, profile=profile)
+    cases = [make_case(seed, lengths, before + 7 + after, heads, kv_heads) for seed in range(layers)]
+    specs = [dataclasses.replace(case.spec, layer=i, num_layers=layers, block=8) for i, case in enumerate(cases)]
+    compression, rows = Compression(policy, tuple(specs)), np.arange(len(lengths))
+
+    @jax.jit
+    def step(states: Any, tokens: Any) -> Any:
+        held = [x.append(state, token) for x, state, token in zip(compression.layers, states, tokens, strict=True)]
+        return compression.when_full(held)
+
+    @jax.jit
+    def read(states: Any, parts: Any) -> Any:
+        held = [
+            x.read_block(state, part, {})[1] for x, state, part in zip(compression.layers, states, parts, strict=True)
+        ]
+        return after_block(compression.layers, held)
+
+    def blocks(pos: np.ndarray, count: np.ndarray) -> list[TokenBlock]:
+        at = rows[:, None], np.minimum(pos[:, None] + np.arange(8), cases[0].q.shape[1] - 1)
+        texts = [[to_jax(x[at]) for x in (case.q, case.k, case.v)] for case in cases]
+        return [TokenBlock(*text, to_jax(pos), to_jax(count), to_jax(lengths + 18), ROPE) for text in texts]
+
+    def held(states: Any) -> list[Any]:
+        pos = [np.asarray(state.cache.pos) for state in states]
+        return [[[sorted(p[p >= 0].tolist()) for p in layer[row]] for layer in pos] for row in rows]
+
+    def decode(states: Any, pos: np.ndarray) -> Any:
+        return step(states, [Token(*(to_jax(x[rows, pos]) for x in (c.q, c.k, c.v)), to_jax(pos), ROPE) for c in cases])
+
+    states = [layer.init(to_jax(lengths + 18)) for layer in compression.layers]
+    for start in range(0, 34, 8):
+        states = read(states, blocks(np.minimum(start, lengths), np.clip(lengths - start, 0, 8)))
+    found = [(held(states), 0 * lengths)]
+    for i in range(before):
+        states = decode(states, lengths + i)
+        found.append((held(states), 0 * lengths + i + 1))
+    states = read(states, blocks(lengths + before, given))
+    found.append((held(states), before + given))
+    for i in range(after):
+        states = decode(states, lengths + before + given + i)
+        found.append((held(states), before + given + i + 1))
+
+    for row, (length, more) in enumerate(zip(lengths.tolist(), given.tolist(), strict=True)):
+        start, new = length + before, before + more + after
+        text = np.stack([case.k[row, : length + new] for case in cases])
+        together = {"sets": sets, "keep_prompt": keep_prompt, "block": (start, start + more - 1)}
+        expected = oracle.shared_sets(text, profile_of(policy, layers), length, **size, **together)
+        whole = [[list(range(length)) for _ in range(kv_heads)] for _ in range(layers)]
+        for got, seen in found:
+            assert got[row] == (expected[seen[row] - 1] if seen[row] else whole)
+
+
+@pytest.mark.parametrize(
+    "sets", [pytest.param("union", marks=pytest.mark.slow), pytest.param("heads", marks=pytest.mark.long)]
+)
+def test_a_prompt_in_blocks_generates_what_it_does_whole(tiny, sets):
+    """With an engine and in a running batch: nothing is evicted before the first round."""
+    policy = TriAttention(budget=8, every=4, window=2, sets=sets, profile=mean_queries(TINY))
+    prompts = [np.random.default_rng(i).integers(0, 64, size=n).tolist() for i, n in enumerate((50, 9))]
+    options = {"policy": policy, "max_new_tokens": 12, "ignore_eos": True}
+    whole = kvjax.generate(tiny, prompts, **options)
+    for more in ({}, {"rows": 2}):
+        in_blocks = kvjax.generate(tiny, prompts, **options, prefill_block=16, **more)
+        assert [x.tokens for x in in_blocks] == [x.tokens for x in whole]
 
 
 def test_a_layer_alone_spares_its_prompt():
