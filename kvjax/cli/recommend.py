@@ -74,17 +74,27 @@ def recommend(
 
     from kvjax.evals.measure import check
     from kvjax.evals.recommend import recommend as recommend_one
-    from kvjax.evals.tasks import find_task
+    from kvjax.evals.tasks import MEASURES, find_task
     from kvjax.models.sharding import mesh_of
+    from kvjax.policies.unbound import check_unbound
     from kvjax.runtime.memory import parse_bytes
     from kvjax.runtime.processes import is_first
 
     found = None if task is None else find_task(task)
+    for policy in chosen or ():
+        check_unbound(policy, options.prefill_block, over_mesh=options.mesh is not None)
     if found is None:
         inputs.file("text", "text to measure, and no --task")
+        inputs.read_text()
+        if options.query_aware:
+            raise ValueError("--query-aware needs a --task; a text has no questions")
+    elif found in MEASURES:
+        raise ValueError(f"{found} has no examples to compare; leave --task out to measure a text")
     else:
         check(found, inputs, prefill_block=options.prefill_block)
     size = None if memory is None else parse_bytes(memory)
+    if size is not None and size < 1:
+        raise ValueError(f"a memory of {size} bytes holds nothing; give --memory a larger size")
     checks.destination(out, folder=True)
     checks.picture(plot)
     params = options.load()

@@ -203,8 +203,8 @@ def recommend(
         PolicyError: a policy is unknown, or none can hold so little.
 
     Example:
-        >>> inputs = kvjax.evals.tasks.Inputs(text=pathlib.Path("book.txt"))
-        >>> print(kvjax.evals.recommend.recommend(params, inputs=inputs, ratio=0.25).verdict())
+        >>> inputs = Inputs(text=pathlib.Path("book.txt"))
+        >>> print(recommend(params, inputs=inputs, ratio=0.25).verdict())
     """
     if (ratio is None) == (memory is None):
         raise ValueError("give the limit as either ratio or memory")

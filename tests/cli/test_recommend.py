@@ -1,4 +1,4 @@
-"""`kvjax recommend`: what it prints and writes, and what it refuses before a model is loaded."""
+"""`kvjax recommend`: what it prints and writes. `test_arguments.py` has what it refuses."""
 
 import json
 from pathlib import Path
@@ -53,20 +53,3 @@ def test_pictures() -> None:
     assert line.count("─") == 2 * round(half.interval * (WIDTH - 1))
     assert len(picture(half, 0.5 - half.interval, 0.5 + half.interval)) == WIDTH
     assert picture(half, 0.5, 0.5) == " " * (WIDTH // 2) + "●"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "give the limit as either --ratio or --memory"),
-        (("--ratio", 0.5, "--memory", "1MB"), "give the limit as either --ratio or --memory"),
-        (("--ratio", 1.5), "1.5; give a share above 0 and below 1"),
-        (("--ratio", 0.5), "no text to measure, and no --task; give it as --text FILE"),
-        (("--ratio", 0.5, "--task", "vtt"), "unknown task 'vtt'"),
-        (("--ratio", 0.5, "--policies", "snapvk"), "snapvk"),
-    ],
-)
-def test_other_arguments_are_refused(kvjax_command, tmp_path: Path, arguments: tuple[object, ...], says: str) -> None:
-    result = kvjax_command("recommend", "--out", tmp_path / "out", *arguments)
-    assert result.exit_code in (1, 2)
-    assert says in " ".join(result.stderr.replace("│", " ").split())
