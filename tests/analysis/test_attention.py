@@ -15,9 +15,11 @@ TEXT = np.random.default_rng(4).integers(0, 48, size=40).tolist()
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma-3"])
+@pytest.mark.parametrize(
+    "name", ["gemma-3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral"))]
+)
 def test_weights_are_those_of_transformers(name: str) -> None:
-    """With full attention, with sliding windows, and with both, another scale and norms."""
+    """With both full attention and sliding windows, another scale and norms; with full attention; and with windows."""
     import torch
 
     model: Any = transformers_model(name)

@@ -90,7 +90,14 @@ def test_a_tree_gives_the_parameters_of_the_checkpoint(library: str, name: str, 
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
-@pytest.mark.parametrize(("library", "name"), [("tunix", "qwen2"), ("gemma", "gemma3"), ("maxtext", "llama-3.1")])
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("maxtext", "llama-3.1"),
+        pytest.param("tunix", "qwen2", marks=pytest.mark.slow),
+        pytest.param("gemma", "gemma3", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_the_loaded_model(library: str, name: str, tmp_path: Path) -> None:
     tree = WRITERS[library](written(name, tmp_path), CONFIGS[name])
     params = Params.from_tree({"params": jax.tree.map(jnp.asarray, tree)}, library, CONFIGS[name])
