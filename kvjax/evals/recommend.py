@@ -1,6 +1,7 @@
 """Recommend a policy for a text or task of one's own: measure a short list by successive halving within a memory limit."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -372,6 +373,7 @@ class _Text:
     pairs: tuple[tuple[list[int], list[int]], ...]
     plan: Plan
     batch: int
+    settings: Mapping[str, Any]
 
     name, metric = "text", "log-probability per token"
 
@@ -397,7 +399,9 @@ class _Text:
         # All but the context's last token is prefilled.
         planned = Batch(length - following - 1, following + 1, batch, tuple(range(count)))
         over = mesh_of(params) if mesh is None else get_mesh(mesh)
-        return cls(pairs, Plan(params, (planned,), mesh=over), batch)
+        # The number of windows is not part of it, so a run with more of them goes on from the same files.
+        settings = {"tokens": digest(tokens), "length": length, "following": following, "seed": inputs.seed}
+        return cls(pairs, Plan(params, (planned,), mesh=over), batch, settings)
 
     @property
     def count(self) -> int:
@@ -409,7 +413,7 @@ class _Text:
         params, mesh = on_mesh(self.plan.params, self.plan.mesh, policy)
         settings = {
             "policy": described_policy(policy),
-            "windows": digest(self.pairs),
+            **self.settings,
             "model": model_fingerprint(params),
             "batch": self.batch,
         }
@@ -417,7 +421,8 @@ class _Text:
         done = len(results.rows)
         if progress is not None:
             progress(min(done, count), count)
-        for at in range(done - done % self.batch, count, self.batch):
+        first = count if done >= count else done - done % self.batch
+        for at in range(first, count, self.batch):
             # Whole batches, so that all have one compiled program, and a resumed run has the same ones.
             chosen = self.pairs[at : at + self.batch]
             padded = [*chosen, *chosen[-1:] * (self.batch - len(chosen))]
@@ -433,10 +438,10 @@ class _Text:
 
     def _check(self) -> Callable[[dict[str, Any]], str | None]:
         """A check of rows: windows are measured in order."""
-        expected = iter(range(self.count))
+        expected = itertools.count()
 
         def wrong(row: dict[str, Any]) -> str | None:
-            number = next(expected, None)
+            number = next(expected)
             return None if row["example"] == number else f"window {row['example']} in place of {number}"
 
         return wrong

@@ -68,7 +68,7 @@ def check_scores(params: Params, book: Inputs, each: Contender) -> None:
 
 
 def test_an_interrupted_text_resumes(letters: Params, book: Inputs, tmp_path: Path) -> None:
-    """Within a batch, too. Its windows run again, and those that are known are not written twice."""
+    """Within a batch, too: its windows run again, and those that are known are not written twice. And with more windows."""
     measure = recommend._Text.of(letters, book, decoding=False, batch=3, mesh=None)
     file = tmp_path / "full.jsonl"
     whole = measure.scores(Full(), 8, file, None)
@@ -77,6 +77,10 @@ def test_an_interrupted_text_resumes(letters: Params, book: Inputs, tmp_path: Pa
     assert measure.scores(Full(), 4, file, None) == whole[:4]
     assert measure.scores(Full(), 8, file, None) == whole
     assert file.read_text() == "".join(lines)
+    more = dataclasses.replace(book, samples=9)
+    assert (
+        recommend._Text.of(letters, more, decoding=False, batch=3, mesh=None).scores(Full(), 9, file, None)[:8] == whole
+    )
     file.write_text("".join([lines[0], lines[2]]))
     with pytest.raises(ValueError, match="window 1 in place of 0"):
         measure.scores(Full(), 8, file, None)
