@@ -9,5 +9,7 @@ from .loading import load as load
 from .state_dict import from_state_dict as from_state_dict
 from .state_dict import quantize_weights as quantize_weights
 from .tokenizer import Tokenizer as Tokenizer
+from .trees import from_tree as from_tree
+from .trees import to_tree as to_tree
 from .writing import convert as convert
 from .writing import save as save

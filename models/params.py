@@ -8,6 +8,7 @@ of the default model).
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,23 @@ class Params:
         """Floating-point type of activations, cache, and weights that are not quantised."""
         return self.norm.dtype
 
+    @classmethod
+    def from_tree(cls, tree: Any, layout: str, config: Any, *, dtype: Any = None, tokenizer: Any = None) -> "Params":
+        """Make parameters from the tree of tunix, gemma or MaxText. See `kvjax.conversion.from_tree`.
+
+        Example:
+            >>> params = kvjax.Params.from_tree(nnx.state(model, nnx.Param), "tunix", model.config)
+        """
+        return _conversion().from_tree(tree, layout, config, dtype=dtype, tokenizer=tokenizer)
+
+    def to_tree(self, layout: str, *, stacked: bool = True) -> dict[Any, Any]:
+        """Write the parameters as the tree of tunix, gemma or MaxText. See `kvjax.conversion.to_tree`.
+
+        Example:
+            >>> tree = params.to_tree("maxtext")
+        """
+        return _conversion().to_tree(self, layout, stacked=stacked)
+
     def __repr__(self) -> str:
         """Summary of the model. Leaves may be of any type, as after `jax.tree.map`."""
         c, leaves = self.config, jax.tree.leaves(self)
@@ -131,6 +149,11 @@ class Params:
             f"window of {c.context_length} tokens\n"
             f"  tokenizer={self.tokenizer!r})"
         )
+
+
+def _conversion() -> Any:
+    """The package of checkpoints, which builds on this one and is loaded when it is needed."""
+    return importlib.import_module("kvjax.conversion")
 
 
 def without_text(params: Params) -> Params:

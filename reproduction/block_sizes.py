@@ -26,13 +26,13 @@ from tqdm import tqdm
 
 import kvjax
 from benchmarks import report
+from kvjax.evals.intervals import mean_interval
 from kvjax.evals.perplexity import compile_read
 from kvjax.policies.text import split_policies
 from reproduction import models
 from reproduction.analyses.continuation import continuation
 from reproduction.equal_bytes.batches import Roomy, answered
 from reproduction.equal_bytes.suite import Data, Suite, make_suites
-from reproduction.intervals import mean_interval
 
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt"
 """A needle in a text, one among others that look like it, four at once, and a chain that has to be followed."""

@@ -29,6 +29,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import report
+from kvjax.evals.intervals import mean_interval
 from kvjax.evals.report import ResultFile, header, model_fingerprint
 from kvjax.evals.ruler.scoring import match_all
 from kvjax.policies import (
@@ -45,7 +46,6 @@ from kvjax.policies import (
 from reproduction import models, sections
 from reproduction.equal_bytes.batches import Roomy, answered
 from reproduction.equal_bytes.suite import Data, make_suites
-from reproduction.intervals import mean_interval
 from reproduction.sections import Section, device
 
 

@@ -24,11 +24,11 @@ from benchmarks import report
 from kvjax import Engine
 from kvjax.cache import bucket
 from kvjax.evals import GSM8K, Example, Format
+from kvjax.evals.intervals import standard_error
 from kvjax.evals.report import ResultFile, header, model_fingerprint, read_rows
 from kvjax.policies.text import split_policies
 from reproduction import models, sections
 from reproduction.equal_bytes.batches import Clock, Compiled, ahead_of_turn, answered
-from reproduction.intervals import standard_error
 from reproduction.make_profiles import path as profile_path
 from reproduction.sections import Section, device
 

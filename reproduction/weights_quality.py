@@ -18,9 +18,9 @@ from tqdm import tqdm
 import kvjax
 from benchmarks import report
 from kvjax.evals import windowed
+from kvjax.evals.intervals import standard_error
 from reproduction import models
 from reproduction.block_sizes import TASKS, Reading, make_suite, passages, scores
-from reproduction.intervals import standard_error
 from reproduction.sections import Section, device
 
 KINDS = "float,int8,int4"

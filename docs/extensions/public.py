@@ -25,6 +25,7 @@ PACKAGES = (
     "kvjax.policies",
 )
 MODULES = (
+    "kvjax.analysis.attention",
     "kvjax.analysis.key_similarity",
     "kvjax.analysis.layers",
     "kvjax.analysis.recall",
@@ -32,6 +33,8 @@ MODULES = (
     "kvjax.analysis.wavelet",
     "kvjax.calibration.make_profile",
     "kvjax.evals.compare",
+    "kvjax.evals.intervals",
+    "kvjax.evals.recommend",
     "kvjax.notebooks",
     "kvjax.plots",
     "kvjax.runtime.beam",

@@ -140,7 +140,7 @@ def compare(
                         stacklevel=2,
                     )
                 if fitted not in measured:
-                    file = f"{name}-{_slug(labels[policy])}" + ("" if target is None else f"-{target:g}")
+                    file = f"{name}-{slug(labels[policy])}" + ("" if target is None else f"-{target:g}")
                     found = ready.run(fitted, None if out is None else out / f"{file}.jsonl", progress)
                     measured[fitted] = dataclasses.replace(found, policy=labels[policy])
                 cells.append(Cell(target, measured[fitted]))
@@ -202,8 +202,8 @@ def _labels(policies: Sequence[Policy]) -> dict[Policy, str]:
     return {policy: policy.info.name if count[policy.info.name] == 1 else str(policy) for policy in policies}
 
 
-def _slug(label: str) -> str:
-    """A label as part of a file's name."""
+def slug(label: str) -> str:
+    """Label of a policy as part of a file's name."""
     return re.sub(r"[/\\:*?\"<>| ;]+", "_", label)
 
 

@@ -1,6 +1,7 @@
 """The batches of a task and the sizes of their caches. The runner runs this plan, and `matched` chooses budgets by it."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 from kvjax.cache import bucket
 from kvjax.cache.spec import LEAST_NEW_TOKENS
 from kvjax.config import ModelConfig
-from kvjax.models import Params
+from kvjax.models import Params, abstract
 from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
@@ -75,16 +76,20 @@ class Plan:
             PolicyError: the policy cannot work with sequences of this length.
         """
         engine = Engine(
-            self.params.config,
+            self._shapes,
             policy,
             batch=batch.rows,
             prompt_len=batch.prompt,
             max_new_tokens=batch.new_tokens,
             block=self.block(policy, batch),
-            dtype=self.params.dtype,
         )
         names = "cache_bytes", "host_cache_bytes", "full_cache_bytes"
         return {name: getattr(engine, name) / batch.rows for name in names}
+
+    @functools.cached_property
+    def _shapes(self) -> Params:
+        """The model's shapes on one device, with its tokenizer: some policies keep the tokens of its chat template."""
+        return abstract(self.params.config, self.params.dtype, self.params.tokenizer)
 
     def bytes_held(self, policy: Policy) -> float:
         """Bytes per example on device and host together, averaged over all examples.

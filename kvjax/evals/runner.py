@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +154,27 @@ class Prepared:
     query_aware: bool
     settings: dict[str, Any]
 
-    def run(self, policy: Policy, out: Path | None = None, progress: Progress | None = None) -> Evaluation:
-        """Answer and score the examples under a policy; arguments and errors as for `evaluate`."""
+    def run(
+        self,
+        policy: Policy,
+        out: Path | None = None,
+        progress: Progress | None = None,
+        only: Collection[int] | None = None,
+    ) -> Evaluation:
+        """Answer and score the examples under a policy; arguments and errors as for `evaluate`.
+
+        Args:
+            only: indices of the examples to answer; None for all.
+        """
+        wanted = frozenset(range(len(self.examples)) if only is None else only)
         params, mesh = on_mesh(self.plan.params, self.plan.mesh, policy)
         settings = {"policy": described_policy(policy), **self.settings}
         results = ResultFile(out, header(mesh, **settings), Row, _check(self.examples), mesh)
         done = {row["example"] for row in results.rows}
         if progress is not None:
-            progress(len(done), len(self.examples))
+            progress(len(done & wanted), len(wanted))
         for batch in self.plan.batches:
-            left = [i for i in batch.examples if i not in done]
+            left = [i for i in batch.examples if i in wanted and i not in done]
             if not left:
                 continue
             # A session runs whole, since its questions depend on those before.
@@ -174,8 +185,9 @@ class Prepared:
                     results.append([self._row(i, answer, held)])
                     done.add(i)
                     if progress is not None:
-                        progress(len(done), len(self.examples))
-        return Evaluation(results.header, sorted(results.rows, key=lambda row: row["example"]))
+                        progress(len(done & wanted), len(wanted))
+        rows = [row for row in results.rows if row["example"] in wanted]
+        return Evaluation(results.header, sorted(rows, key=lambda row: row["example"]))
 
     def _answers(
         self, params: Params, mesh: Mesh | None, policy: Policy, batch: Batch, chosen: list[int]

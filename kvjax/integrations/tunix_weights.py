@@ -14,40 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.cache import Shard
-from kvjax.config import ModelConfig, RopeConfig
+from kvjax.config import ModelConfig
+from kvjax.conversion.tree_config import tunix_config
+from kvjax.conversion.tree_layout import tree_layout
+from kvjax.conversion.trees import named
 from kvjax.models import Params, abstract
 from kvjax.models.params import tree_map_named
 from kvjax.models.sharding import moved, place
 
-ROPE_THETA = 1_000_000
-"""Base of the rotary embedding in tunix's Qwen3 and Llama 3, which do not read `rope_theta` of their configuration."""
-
-MAX_POSITION = 1 << 17
-"""Window in tokens. tunix's models have none."""
-
-_LAYER = {
-    "attn_norm": "input_layernorm.w",
-    "attn.q": "attn.q_proj.w",
-    "attn.k": "attn.k_proj.w",
-    "attn.v": "attn.v_proj.w",
-    "attn.o": "attn.o_proj.w",
-    "attn.q_bias": "attn.q_bias",
-    "attn.k_bias": "attn.k_bias",
-    "attn.v_bias": "attn.v_bias",
-    "attn.q_norm": "attn.q_norm.w",
-    "attn.k_norm": "attn.k_norm.w",
-    "mlp_norm": "post_attention_layernorm.w",
-    "mlp.gate": "mlp.gate_proj.kernel",
-    "mlp.up": "mlp.up_proj.kernel",
-    "mlp.down": "mlp.down_proj.kernel",
-}
-"""tunix's names within a layer, by those of kvjax."""
-
-_MODEL = {"embed": "embedder.input_embedding", "norm": "final_norm.w", "head": "lm_head.w"}
+_FAMILIES = {"Llama3": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+"""Families by the names of tunix's classes."""
 
 
 def config_of(model: Any) -> ModelConfig:
@@ -57,51 +36,14 @@ def config_of(model: Any) -> ModelConfig:
         ValueError: another model.
     """
     name, given = type(model).__name__, getattr(model, "config", None)
-    if name not in ("Qwen2", "Qwen3", "Llama3") or given is None:
+    if name not in _FAMILIES or given is None:
         raise ValueError(f"tunix: {name} is not supported. Use a model of tunix.models.qwen2, qwen3 or llama3.")
-    if getattr(given, "num_experts", None):
-        raise ValueError(
-            f"tunix: this {name} has {given.num_experts} experts, which is not supported. Use a dense model."
-        )
-    return ModelConfig.uniform(
-        family="llama" if name == "Llama3" else name.lower(),
-        vocab_size=given.vocab_size,
-        hidden_size=given.embed_dim,
-        intermediate_size=given.hidden_dim,
-        num_layers=given.num_layers,
-        num_heads=given.num_heads,
-        num_kv_heads=given.num_kv_heads,
-        head_dim=given.head_dim,
-        max_position=MAX_POSITION,
-        rope=RopeConfig(theta=float(given.rope_theta if name == "Qwen2" else ROPE_THETA), dim=given.head_dim),
-        norm_eps=given.norm_eps,
-        tied=given.weight_tying if name == "Llama3" else given.use_tied_embedding,
-        qkv_bias=name == "Qwen2",
-        qk_norm=name == "Qwen3",
-    )
+    return tunix_config(given, _FAMILIES[name])
 
 
-def named(state: Any) -> dict[str, Any]:
-    """Arrays of an `nnx.State` or of nested dicts, by dotted name."""
-    found: dict[str, Any] = {}
-
-    def visit(tree: Any, name: str) -> None:
-        if isinstance(tree, Mapping):
-            for key, value in tree.items():
-                visit(value, f"{name}.{key}" if name else str(key))
-        else:
-            found[name] = tree
-
-    visit(nnx.to_pure_dict(state) if isinstance(state, nnx.State) else state, "")
-    return found
-
-
-def tunix_name(name: str) -> str:
-    """tunix's name of a parameter, by that of kvjax: `layers.3.attn.q` is `layers.3.attn.q_proj.w`."""
-    if name in _MODEL:
-        return _MODEL[name]
-    layers, number, rest = name.split(".", 2)
-    return f"{layers}.{number}.{_LAYER[rest]}"
+def tunix_names(config: ModelConfig) -> dict[str, str]:
+    """tunix's names of a model's parameters, by those of kvjax: `layers.3.attn.q` is `layers.3.attn.q_proj.w`."""
+    return {tensor.holds[0]: name for name, tensor in tree_layout(config, "tunix").items()}
 
 
 class Weights:
@@ -120,6 +62,7 @@ class Weights:
 
     def __init__(self, config: ModelConfig, state: Any, dtype: Any, shard: Shard, device: Any) -> None:
         self._shapes, self._shard, self._device = abstract(config, dtype), shard, device
+        self._names = tunix_names(config)
         self._own: dict[str, Any] = {}  # arrays that the model does not share
         self.params: Params = self.update(state)
 
@@ -138,7 +81,7 @@ class Weights:
         def replaced(name: str, to: jax.ShapeDtypeStruct) -> Any:
             if (old := self._own.pop(name, None)) is not None:
                 old.delete()
-            source = array = given[tunix_name(name)]
+            source = array = given[self._names[name]]
             if self._shard.mesh is None:  # not copied if it is there
                 array = moved(array, SingleDeviceSharding(self._device))
             is_own = False
@@ -158,7 +101,7 @@ class Weights:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         wanted: dict[str, tuple[str, Any]] = {}
-        tree_map_named(lambda name, shape: wanted.setdefault(tunix_name(name), (name, shape)), self._shapes)
+        tree_map_named(lambda name, shape: wanted.setdefault(self._names[name], (name, shape)), self._shapes)
         if missing := sorted(wanted.keys() - given.keys()):
             raise ValueError(
                 f"tunix: the parameters have no {missing[0]!r}{_more(missing)}. Pass all parameters, as of "

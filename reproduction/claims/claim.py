@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reproduction.intervals import mean_interval
+from kvjax.evals.intervals import mean_interval
 
 Kind = Literal["perplexity", "needle", "RULER", "LongBench", "GSM8K", "recall", "layers"]
 """A paper's kind of measure. "layers" are similarities and losses of caches, which are not quality by themselves."""

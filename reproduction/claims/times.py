@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks import report, tables
-from reproduction.intervals import means_interval
+from kvjax.evals.intervals import means_interval
 
 RESULTS = tables.RESULTS / "decode-h200.json"
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from kvjax.evals.intervals import standard_error
 from kvjax.evals.report import read_rows
-from reproduction.intervals import standard_error
 from reproduction.sections import RESULTS
 
 KEY = ("suite", "task", "policy", "target", "seen")

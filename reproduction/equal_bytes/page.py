@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks import report
 from kvjax import plots
+from kvjax.evals.intervals import means_interval
 from kvjax.evals.report import write as write_file
 from kvjax.policies import policies
 from reproduction import models
-from reproduction.intervals import means_interval
 from reproduction.sections import DOCS
 
 from . import merged

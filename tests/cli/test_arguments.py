@@ -75,6 +75,7 @@ BASES: dict[str, list[str]] = {
     "perplexity": ["--text", "text"],
     "fidelity": ["--text", "text"],
     "compare": ["--policies", "treekv", "--tasks", "needle-passkey", "--out", "results"],
+    "recommend": ["--text", "text", "--ratio", "0.5", "--out", "results"],
     "calibrate": ["catekv", "--data", "text", "--out", "profile.json"],
     "bench": [],
     "inspect": ["nowhere"],
@@ -111,6 +112,10 @@ NUMBERS = [
     ("compare", "--length", []),
     ("compare", "--samples", []),
     ("compare", "--batch", []),
+    ("recommend", "--ratio", []),
+    ("recommend", "--length", []),
+    ("recommend", "--samples", []),
+    ("recommend", "--batch", []),
     ("calibrate", "--samples", []),
     ("calibrate", "--length", []),
     ("calibrate", "--set", []),
@@ -149,6 +154,7 @@ LISTS = [
     ("eval", "--policies"),
     ("compare", "--policies"),
     ("compare", "--tasks"),
+    ("recommend", "--policies"),
     ("bench", "--policies"),
     ("bench", "--shape"),
 ]
@@ -214,6 +220,8 @@ READERS = [
     ["eval", "vt", "--policy", "fast_kvzip", "--set", "weights=FILE"],
     ["eval", "vt", "--policy", "by_layer(fast_kvzip:weights=FILE; full)"],
     ["compare", "--policies", "full", "--tasks", "vt,perplexity", "--out", "results", "--text", "FILE"],
+    ["recommend", "--ratio", "0.5", "--out", "results", "--text", "FILE"],
+    ["recommend", "--ratio", "0.5", "--out", "results", "--task", "multi-query", "--data", "FILE"],
     ["calibrate", "catekv", "--out", "profile.json", "--data", "data.jsonl", "--data", "FILE"],
 ]
 """Commands that read a file."""
@@ -281,6 +289,8 @@ def test_policies_nested_too_deep(refused, files: dict[str, Path], policy: str) 
         (["eval", "needle-number", "--out", "rows.jsonl"], "--plot"),
         (["compare", "--policies", "full", "--tasks", "vt"], "--out"),
         (["compare", "--policies", "full", "--tasks", "vt", "--out", "results"], "--plot"),
+        (["recommend", "--text", "text", "--ratio", "0.5"], "--out"),
+        (["recommend", "--text", "text", "--ratio", "0.5", "--out", "results"], "--plot"),
         (["calibrate", "catekv", "--data", "text"], "--out"),
         (["calibrate", "catekv", "--data", "text", "--out", "profile.json"], "--plot"),
         (["bench"], "--out"),
@@ -290,7 +300,7 @@ def test_policies_nested_too_deep(refused, files: dict[str, Path], policy: str) 
 def test_places_that_cannot_be_written(refused, files: dict[str, Path], arguments: list[str], option: str) -> None:
     name = arguments[0]
     folders = (
-        (name == "compare" and option == "--out")
+        (name in ("compare", "recommend") and option == "--out")
         or (name == "bench" and option == "--plot")
         or "full,kivi" in arguments
     )
@@ -306,6 +316,7 @@ def test_places_that_cannot_be_written(refused, files: dict[str, Path], argument
         (["draw", "x"], "--out"),
         (["eval", "needle-number", "--out", "rows.jsonl"], "--plot"),
         (["compare", "--policies", "full", "--tasks", "vt", "--out", "results"], "--plot"),
+        (["recommend", "--text", "text", "--ratio", "0.5", "--out", "results"], "--plot"),
         (["calibrate", "catekv", "--data", "text", "--out", "profile.json"], "--plot"),
     ],
 )
@@ -357,6 +368,10 @@ def test_packages_that_a_task_needs(
         (["generate", "--policy", "kvzap", "--budget", "64", "x"], "kvzap: no weights are given"),
         (["eval", "vt", "--policies", "full,fast_kvzip:0.5"], "fast_kvzip: no weights are given"),
         (["compare", "--policies", "kvzap", "--tasks", "vt", "--out", "x"], "kvzap: no weights are given"),
+        (
+            ["recommend", "--policies", "kvzap", "--text", "text", "--ratio", "0.5", "--out", "x"],
+            "no weights are given",
+        ),
         (["generate", "--policy", "by_layer(full; kvzap)", "x"], "kvzap: no weights are given"),
         (["generate", "--policy", "offloaded(kivi)", "x"], "cannot be offloaded"),
         (["eval", "vt", "--policy", "offloaded(adakv)"], "the store of 'adakv' cannot be offloaded"),
@@ -406,6 +421,15 @@ def test_packages_that_a_task_needs(
         (["eval", "longbench-qasper"], "give it as --data FILE"),
         (["compare", "--policies", "full", "--tasks", "vt,gsm8k", "--out", "x"], "no file of problems"),
         (["compare", "--policies", "full", "--tasks", "vt", "--out", "x", "--budgets", "1.5"], "above 0, up to 1"),
+        (["recommend", "--text", "text", "--out", "x"], "give the limit as either --ratio or --memory"),
+        (
+            ["recommend", "--text", "text", "--out", "x", "--ratio", "0.5", "--memory", "1MB"],
+            "either --ratio or --memory",
+        ),
+        (["recommend", "--text", "text", "--out", "x", "--memory", "0"], "memory of 0 bytes"),
+        (["recommend", "--text", "text", "--out", "x", "--ratio", "0.5", "--query-aware"], "a text has no questions"),
+        (["recommend", "--out", "x", "--ratio", "0.5"], "no text to measure, and no --task; give it as --text FILE"),
+        (["recommend", "--out", "x", "--ratio", "0.5", "--text", "text", "--task", "fidelity"], "has no examples"),
         (["bench", "--policies", "treekv:nan"], "give a number"),
     ],
 )

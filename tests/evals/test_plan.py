@@ -10,8 +10,10 @@ from kvjax.config import LongRope
 from kvjax.evals import Example, MultiQuery, evaluate, runner, sessions
 from kvjax.evals.compare import compare, markdown
 from kvjax.evals.measure import prepare
-from kvjax.evals.plan import make_batches
+from kvjax.evals.plan import Batch, Plan, make_batches
 from kvjax.evals.task import Format
+from kvjax.models import Params
+from kvjax.policies import KVzip, PolicyError
 
 WORDS = ("ab", "abc", "abd")
 
@@ -140,3 +142,11 @@ def test_rotations_run_alone(talker):
     examples = [Example("a" * n, "b", ("c",), 4, chat=False) for n in (70, 76, 90, 72)]
     batches = make_batches(config, form, examples, 4, query_aware=False)
     assert [batch.examples for batch in batches] == [(0, 1, 3), (2,)]
+
+
+def test_sizes_know_the_chat_template(talker: Params) -> None:
+    """KVzip keeps the template's tokens, so budgets below their number do not work, in plans as in runs."""
+    plan = Plan(talker, (Batch(300, 8, 2, (0, 1)),))
+    with pytest.raises(PolicyError, match=r"the chat template's \d+ first tokens are always kept"):
+        plan.bytes_held(KVzip(budget=5))
+    assert plan.bytes_held(KVzip(budget=5, prefix=0)) < plan.bytes_held(KVzip(budget=128))

@@ -17,6 +17,8 @@ from integrations.tunix_layout import theirs
 from jax.sharding import Mesh
 
 from kvjax.cache.shard import ONE_DEVICE
+from kvjax.conversion.tree_config import MAX_POSITION, TUNIX_THETA
+from kvjax.conversion.trees import named
 from kvjax.integrations import tunix_weights
 from kvjax.integrations.tunix import (
     filters_of,
@@ -27,7 +29,7 @@ from kvjax.integrations.tunix import (
     sampled,
     seed_of,
 )
-from kvjax.integrations.tunix_weights import MAX_POSITION, ROPE_THETA, Weights, config_of, named, tunix_name
+from kvjax.integrations.tunix_weights import Weights, config_of, tunix_names
 from kvjax.models import Params
 from kvjax.models.params import tree_map_named
 from kvjax.policies import PolicyError
@@ -69,7 +71,8 @@ def test_weights_are_mapped_and_shared(tiny: Params) -> None:
 def named_of(params: Params) -> dict[str, Any]:
     """kvjax's arrays by tunix's names."""
     found: dict[str, Any] = {}
-    tree_map_named(lambda name, leaf: found.setdefault(tunix_name(name), leaf), params)
+    names = tunix_names(params.config)
+    tree_map_named(lambda name, leaf: found.setdefault(names[name], leaf), params)
     return found
 
 
@@ -153,14 +156,14 @@ def test_configurations() -> None:
     assert (qwen3.family, qwen3.tied, qwen3.qkv_bias, qwen3.qk_norm) == ("qwen3", False, False, True)
     llama = config_of(model("Llama3", weight_tying=True))
     assert (llama.family, llama.tied, llama.qkv_bias, llama.qk_norm) == ("llama", True, False, False)
-    assert qwen3.rope.theta == llama.rope.theta == ROPE_THETA
+    assert qwen3.rope.theta == llama.rope.theta == TUNIX_THETA
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         (model("Gemma"), "Gemma is not supported. Use a model of tunix.models.qwen2, qwen3 or llama3"),
-        (model("Qwen3", num_experts=8), "this Qwen3 has 8 experts"),
+        (model("Qwen3", num_experts=8), "a model with 8 experts"),
         (3, "int is not supported"),
     ],
 )
@@ -231,6 +234,17 @@ def test_with_tunix(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.split() == [
         word
-        for name in ("qwen2", "qwen3", "llama3", "sampling", "compressed", "refused", "grpo", "several", "overlapping")
+        for name in (
+            "qwen2",
+            "qwen3",
+            "llama3",
+            "gemma3",
+            "sampling",
+            "compressed",
+            "refused",
+            "grpo",
+            "several",
+            "overlapping",
+        )
         for word in (name, "ok")
     ]

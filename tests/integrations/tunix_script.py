@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.gemma3 import model as gemma3
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
@@ -25,6 +26,7 @@ from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from kvjax.integrations.tunix import rollout_engine
+from kvjax.models import Params
 from kvjax.models.transformer import forward
 from kvjax.runtime import logprobs, rows
 
@@ -124,14 +126,50 @@ def padded(output: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(np.stack(completions))
 
 
-def check_family(family: str) -> None:
-    actor = model(family)
-    ours = engine(actor)
+def check_forward(actor: Any, params: Params) -> None:
+    """Logits of tunix's model and of kvjax's are equal."""
     tokens = jnp.asarray(np.random.default_rng(1).integers(2, 64, (2, 20)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(20), (2, 20))
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((20, 20), bool)), (2, 20, 20))
     theirs, _ = actor(tokens, positions, None, causal)
-    np.testing.assert_allclose(forward(ours.model(), tokens), theirs, atol=1e-4)
+    np.testing.assert_allclose(forward(params, tokens), theirs, atol=1e-4)
+
+
+def check_tree(actor: Any) -> None:
+    """A model's parameters become kvjax's and remain the same on the way back."""
+    state = nnx.state(actor, nnx.Param)
+    params = Params.from_tree(state, "tunix", actor.config)
+    check_forward(actor, params)
+    tree = nnx.to_pure_dict(state)
+    back = params.to_tree("tunix")
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+def check_gemma() -> None:
+    """tunix's Gemma 3, with and without shared KV heads."""
+    for keys in (1, 4):
+        sizes = {name: SIZES[name] for name in ("embed_dim", "hidden_dim", "num_heads", "head_dim")}
+        config = gemma3.ModelConfig(
+            **sizes,
+            num_embed=64,
+            num_layers=7,
+            num_kv_heads=keys,
+            sliding_window_size=8,
+            global_base_frequency=1_000_000,
+            global_scale_factor=8.0,
+            param_dtype=jnp.float32,
+        )
+        actor = gemma3.Gemma3(config, rngs=nnx.Rngs(1))
+        nnx.update(actor, changed(nnx.state(actor), 1, 0.2))
+        check_tree(actor)
+
+
+def check_family(family: str) -> None:
+    actor = model(family)
+    ours = engine(actor)
+    check_forward(actor, ours.model())
+    check_tree(actor)
 
     cache = CacheConfig(cache_size=64, num_layers=2, num_kv_heads=2, head_dim=16)
     want = VanillaRollout(actor, TokenizerAdapter(Characters()), cache).generate(PROMPTS, ROLLOUT)
@@ -266,6 +304,7 @@ def check_grpo(trainer: Mesh = MESH, rollout: Mesh = MESH) -> None:
 
 CHECKS: dict[str, Any] = {
     **{family: lambda family=family: check_family(family) for family in ("qwen2", "qwen3", "llama3")},
+    "gemma3": check_gemma,
     "sampling": check_sampling,
     "compressed": check_compressed,
     "refused": check_refused,

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from kvjax.evals.intervals import mean_interval, means_interval
 from reproduction.claims.claim import _clear
 from reproduction.equal_bytes.page import clearly_above
-from reproduction.intervals import mean_interval, means_interval
 
 
 def test_the_interval_of_a_mean_is_students():
