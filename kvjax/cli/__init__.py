@@ -21,6 +21,7 @@ from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .policies import policies
+from .serve import serve
 from .signature import command
 
 app = typer.Typer(
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, convert, policies, inspect, plan, draw, calibrate, compare, bench):
+for function in (generate, convert, policies, inspect, plan, draw, calibrate, compare, bench, serve):
     app.command(cls=Command)(command(function))
 app.command("eval", cls=Command)(command(evaluate))
 

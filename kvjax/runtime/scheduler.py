@@ -93,6 +93,7 @@ class Scheduler:
         most_rows: number of rows to fill.
         row_steps: number of rows times steps so far.
         delivered: how many of them sampled a token.
+        lost: the error of the last turn, if it ended all running jobs; None if it did not.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Scheduler:
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
         self.row_steps = self.delivered = 0
+        self.lost: Exception | None = None
 
     @property
     def busy(self) -> bool:
@@ -162,11 +164,13 @@ class Scheduler:
         Returns:
             Jobs with new tokens, or that have ended.
         """
+        self.lost = None
         try:
             self._fill()
             self._release()
             return self._take(keep_last=self._dispatch())
         except Exception as error:
+            self.lost = error
             return self._fail(error)
 
     def _fill(self) -> None:

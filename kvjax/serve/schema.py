@@ -1,0 +1,122 @@
+"""What requests may hold. Fields that the server does not support are refused by name, unless they have no effect."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MOST_CHOICES = 128
+"""Maximum of `n`."""
+
+MOST_STOPS = 16
+"""Maximum number of stop strings."""
+
+
+class Strict(BaseModel):
+    """A JSON object without other fields than those below."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _only(*values: Any) -> AfterValidator:
+    """Accept values of a field that is not supported only where they have no effect."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in values:
+            raise ValueError(f"not supported; {'omit it' if not values else f'omit it or send {values[0]!r}'}")
+        return value
+
+    return AfterValidator(check)
+
+
+Positive = Annotated[int, Field(ge=1, le=2**30)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Sampled(Strict):
+    """Fields of all requests that sample tokens."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    # Fields without support.
+    frequency_penalty: Annotated[float | None, _only(0)] = None
+    presence_penalty: Annotated[float | None, _only(0)] = None
+    logit_bias: Annotated[dict[str, float] | None, _only({})] = None
+
+
+class CompletionRequest(Sampled):
+    """A request to `/v1/completions`."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: Annotated[int | None, _only(0)] = None
+    echo: Annotated[bool | None, _only(False)] = None
+    best_of: Annotated[int | None, _only(1)] = None
+    suffix: Annotated[str | None, _only("")] = None
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    # Answers have these fields, and clients send them back.
+    refusal: Annotated[str | None, _only()] = None
+    annotations: Annotated[list[Any] | None, _only([])] = None
+    audio: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, _only()] = None
+
+
+class ResponseFormat(Strict):
+    """The form of an answer."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Sampled):
+    """A request to `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, _only(0)] = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Strict):
+    """A request to `/tokenize`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
