@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ class Client:
         self.server = server_of()
         self.app: Any = make_app(self.server)
 
-    def run(self, work: Any, timeout: float = 120.0) -> Any:
+    def run(self, work: Any, timeout: float = 60.0) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def begin(self) -> None:
@@ -85,8 +85,12 @@ class Client:
         *,
         headers: dict[str, str] | None = None,
         leave_after: int | None = None,
+        send: Any = None,
     ) -> Reply:
-        """Send a request. With `leave_after`, close the connection after that many parts of the response."""
+        """Send a request. With `leave_after`, close the connection after that many parts of the response.
+
+        `send` receives the response instead.
+        """
         given = {"host": "localhost", "content-type": "application/json"} | (headers or {})
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         scope = {
@@ -111,7 +115,7 @@ class Client:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
+        async def take(message: Any) -> None:
             if message["type"] == "http.response.start":
                 reply.status = message["status"]
                 reply.headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -122,7 +126,7 @@ class Client:
 
         if leave_after == 0:
             gone.set()
-        await self.app(scope, receive, send)
+        await self.app(scope, receive, send or take)
         return reply
 
     def get(self, path: str, **options: Any) -> Reply:
@@ -139,7 +143,7 @@ class Client:
 
         return self.run(all_of())
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 50.0) -> None:
         async def wait() -> None:
             async with asyncio.timeout(seconds):
                 while not condition():
@@ -156,13 +160,14 @@ def serving(
     rows: int = ROWS,
     block: int | None = None,
     steps: int = 4,
+    sampling: Sequence[str] = SAMPLING,
     **settings: Any,
 ) -> Iterator[Client]:
     """A client of a server that is ready."""
     sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
 
     def server() -> Server:
-        batch = Batch(params, policy, **sizes, sampling=SAMPLING)
+        batch = Batch(params, policy, **sizes, sampling=sampling)
         return Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps)
 
     client = Client(server)

@@ -56,6 +56,7 @@ class Preparer:
         self.params, self._settings = params, settings
         self.longest, self.most_new = batch.specs[0].prompt_len, batch.specs[0].new_tokens
         self._sampling, self._ends = batch.sampling, batch.ends
+        self._characters = 0 if params.tokenizer is None else self.longest * _longest_token(params.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -87,6 +88,7 @@ class Preparer:
         options = self._options(request, request.max_tokens or min(COMPLETION_TOKENS, self.most_new))
         found: list[Prompt] = []
         for prompt in prompts:
+            self._check_size(prompt, "prompt")
             ids = self._ids(self.params, prompt, "prompt")
             found.append(self._prompt(request, ids, options, len(found) * (request.n or 1)))
         return found
@@ -107,6 +109,8 @@ class Preparer:
             most = self._settings.max_messages
             raise APIError(400, f"messages has {len(messages)}; this server takes at most {most}", param="messages")
         given = [_message(message) for message in messages]
+        for text in (text for message in given for text in _texts(message)):
+            self._check_size(text, "messages")
         params = self.params
         try:
             if not opened and params.tokenizer is not None:
@@ -132,10 +136,21 @@ class Preparer:
         for name in ("add_generation_prompt", "chat_template_kwargs"):
             if getattr(request, name) is not None:
                 raise APIError(400, f"{name} is for messages; omit it", param=name)
+        self._check_size(request.prompt or "", "prompt")
         try:
             return self.tokenizer.encode(request.prompt or "", add_special=request.add_special_tokens is not False)
         except ValueError as error:
             raise APIError(400, str(error), param="prompt") from None
+
+    def _check_size(self, text: Any, name: str) -> None:
+        """Raise if a text certainly has too many tokens. To tokenise it would take long."""
+        if isinstance(text, str) and self.tokenizer is not None and len(text) > self._characters:
+            raise APIError(
+                400,
+                f"a text has {len(text)} characters, which are more than the {self.longest} tokens that this server takes",
+                param=name,
+                code="context_length_exceeded",
+            )
 
     def _ids(self, params: Params, prompt: Any, name: str) -> Sequence[int]:
         try:
@@ -204,6 +219,17 @@ def listed(prompt: Any) -> list[Any]:
     """The prompts of a request to `/v1/completions`, of which there may be one or a list."""
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     return list(prompt) if several else [prompt]
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Number of characters of the longest token."""
+    return max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def _message(message: Message) -> dict[str, Any]:

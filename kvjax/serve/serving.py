@@ -228,6 +228,8 @@ class Running:
                     continue
                 if update.error is not None:
                     raise APIError(500, "the server failed; see its log", "server_error") from update.error
+                if update.ended == "cancelled":  # no request of ours has asked for it
+                    raise overloaded("the server has shut down", 10)
                 choice.extend(update)
                 waiting.discard(choice)
                 if choice.first is None:

@@ -74,7 +74,7 @@ class Worker:
         self._on_updates = on_updates
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._stopping = False
+        self._stopping = self._over = False
         self._sequences: dict[Ticket, _Sequence] = {}
         self._tickets: dict[Any, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="kvjax-serve", daemon=True)
@@ -93,16 +93,19 @@ class Worker:
 
     def submit(self, jobs: Sequence[Job], owners: Sequence[Any]) -> None:
         """Add jobs with the same prompt. Updates of each carry its owner, which is hashable and unique."""
-        self._put(lambda: self._submit(jobs, owners))
+        if not self._put(lambda: self._submit(jobs, owners)):
+            self._on_updates([Update(owner, [], [], "cancelled", None) for owner in owners])
 
     def cancel(self, owners: Collection[Any]) -> None:
-        """End the jobs of these owners. No update follows for them."""
+        """End the jobs of these owners. No update follows for them, once the thread knows."""
         self._put(lambda: self._cancel(owners))
 
-    def _put(self, command: Callable[[], None]) -> None:
+    def _put(self, command: Callable[[], None]) -> bool:
+        """Let the thread call a function. False if the thread has ended."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
+            return not self._over
 
     def _submit(self, jobs: Sequence[Job], owners: Sequence[Any]) -> None:
         for ticket, owner in zip(self.scheduler.submit_samples(jobs), owners, strict=True):
@@ -122,10 +125,11 @@ class Worker:
             self.phase = "ready"
             self._loop()
             self.phase = "stopped"
+            self._end_all("cancelled", None)
         except Exception as error:
             log.exception("the server cannot continue")
             self.error, self.phase = error, "failed"
-            self._on_updates([Update(each.owner, [], [], "failed", error) for each in self._sequences.values()])
+            self._end_all("failed", error)
         finally:
             self.turn_began = None
             self.batch.free()
@@ -160,13 +164,20 @@ class Worker:
             changed = self.scheduler.turn()
             self.turn_began = None
             if (error := self.scheduler.lost) is None:
-                failures = 0
+                failures = 0 if changed else failures
             else:
                 failures += 1
                 log.error("a call failed; all running sequences are lost", exc_info=error)
                 if failures == MOST_FAILURES:
                     raise error
             self._tell(changed)
+
+    def _end_all(self, ended: Ended, error: Exception | None) -> None:
+        with self._wake:
+            self._over, commands = True, list(self._commands)
+        for command in commands:
+            command()
+        self._on_updates([Update(each.owner, [], [], ended, error) for each in self._sequences.values()])
 
     def _tell(self, changed: Sequence[Ticket]) -> None:
         updates: list[Update] = []
