@@ -1,6 +1,7 @@
 """From requests to jobs: prompts are tokenised and options are checked."""
 
 import dataclasses
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +16,11 @@ from kvjax.runtime.prompts import for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
 from .errors import APIError
+from .parsing import Parsing
+from .reasoning import is_open, thinks
 from .schema import ChatRequest, CompletionRequest, Message, Sampled, TokenizeRequest
 from .settings import Settings
+from .tools import tool_format
 
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of `/v1/completions`, as OpenAI's."""
@@ -29,10 +33,12 @@ class Prompt:
     Attributes:
         ids: token ids.
         requests: options of each sequence.
+        parsing: how the text of each is parsed.
     """
 
     ids: Sequence[int]
     requests: Sequence[Request]
+    parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
 
     @property
     def jobs(self) -> list[Job]:
@@ -97,9 +103,20 @@ class Preparer:
         """Prompt of a request to `/v1/chat/completions`."""
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise APIError(400, "send max_completion_tokens or max_tokens, not both", param="max_completion_tokens")
-        ids = self.chat_ids(request.messages, request.chat_template_kwargs)
+        arguments, kind = dict(request.chat_template_kwargs or {}), None
+        if request.tools and request.tool_choice != "none":
+            kind = tool_format(None if self.tokenizer is None else self.tokenizer.chat_template)
+            if kind is None:
+                raise APIError(400, "the format in which this model calls tools is not known; omit it", param="tools")
+            if "tools" in arguments:
+                raise APIError(400, "chat_template_kwargs has tools, too; omit it there", param="chat_template_kwargs")
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        ids = self.chat_ids(request.messages, arguments or None)
+        assert self.tokenizer is not None
+        parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         most = request.max_completion_tokens or request.max_tokens or self.most_new
-        return self._prompt(request, ids, self._options(request, most), 0)
+        prompt = self._prompt(request, ids, self._options(request, most), 0)
+        return dataclasses.replace(prompt, parsing=parsing)
 
     def chat_ids(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None, *, opened: bool = True
@@ -234,7 +251,19 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 def _message(message: Message) -> dict[str, Any]:
     """A message as templates take it."""
-    found = message.model_dump(exclude_none=True, include={"role", "content", "name", "reasoning_content"})
+    fields = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
+    found = message.model_dump(exclude_none=True, include=fields)
     if found["role"] == "developer":
         found["role"] = "system"
+    for i, call in enumerate(found.get("tool_calls", ())):
+        call.pop("index", None)
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise APIError(
+                400, f"tool_calls[{i}].function.arguments is no JSON object; send one as text", param="messages"
+            )
+        call["function"]["arguments"] = arguments  # templates write it as JSON themselves
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.conversion.tokenizer import Tokenizer
 
+from .reasoning import thought_tokens
 from .schema import ChatRequest, CompletionRequest
 from .serving import Choice, Running
 
@@ -40,14 +41,21 @@ class Maker:
 def finish_reason(choice: Choice) -> str | None:
     """OpenAI's word for why a choice has ended; None if it goes on."""
     reason = choice.row.stop_reason
-    return "stop" if reason == "eos" else reason
+    if reason in ("eos", "stop"):
+        return "tool_calls" if choice.parser.called else "stop"
+    return reason
 
 
-def usage(running: Running) -> dict[str, Any]:
+def usage(running: Running, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Numbers of tokens. A prompt counts once, however many sequences continue it."""
     prompt = sum(len(prompt.ids) for prompt in running.prompts)
     new = sum(len(choice.row.tokens) for choice in running.choices)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    thinking = [choice for choice in running.choices if choice.parsing.thoughts]
+    if thinking and tokenizer is not None:
+        count = sum(thought_tokens(tokenizer, each.row.tokens, each.parsing.opened) for each in thinking)
+        found["completion_tokens_details"] = {"reasoning_tokens": count}
+    return found
 
 
 class _Reply:
@@ -66,7 +74,7 @@ class _Reply:
     def whole(self, running: Running) -> dict[str, Any]:
         """The whole answer."""
         choices = [self._choice(i, choice, running) for i, choice in enumerate(running.choices)]
-        return self._envelope(self.kind, choices) | {"usage": usage(running)}
+        return self._envelope(self.kind, choices) | {"usage": usage(running, self._maker.tokenizer)}
 
     def chunks(self, running: Running, changed: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Chunks with what is new in these choices."""
@@ -78,7 +86,7 @@ class _Reply:
     def last(self, running: Running) -> Iterator[dict[str, Any]]:
         """The chunk after all others, if it was asked for."""
         if self._usage:
-            yield self._envelope(self.chunk_kind, []) | {"usage": usage(running)}
+            yield self._envelope(self.chunk_kind, []) | {"usage": usage(running, self._maker.tokenizer)}
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         common = {"model": self._maker.model, "system_fingerprint": self._maker.fingerprint}
@@ -140,12 +148,13 @@ class ChatReply(_Reply):
         super().__init__(maker, request)
         self._logprobs = bool(request.logprobs)
         self._begun: set[int] = set()
+        self._held: dict[int, list[tuple[int, float]]] = {}
 
     def _choice(self, index: int, choice: Choice, running: Running) -> dict[str, Any]:
         text, new = choice.take()
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text},
+            "message": choice.parser.message(text),
             "logprobs": self._logprobs_of(new),
             "finish_reason": finish_reason(choice),
         } | (_token_ids(new, choice.row.prompt) if self._ids else {})
@@ -156,9 +165,15 @@ class ChatReply(_Reply):
             ids = _token_ids([], choice.row.prompt) if self._ids else {}
             yield self._part(index, {"role": "assistant", "content": ""}, None) | ids
         text, new = choice.take()
-        if new:
-            ids = _token_ids(new, None) if self._ids else {}
-            yield self._part(index, {"content": text}, self._logprobs_of(new)) | ids
+        held = self._held.setdefault(index, [])
+        held += new
+        deltas = choice.parser.push(text, final=choice.finished)
+        if choice.finished and held and not deltas:
+            deltas = [{"content": ""}]
+        for delta in deltas:  # the first one carries all tokens
+            ids = _token_ids(held, None) if self._ids else {}
+            yield self._part(index, delta, self._logprobs_of(held) if held else None) | ids
+            held.clear()
         if choice.finished:
             yield self._part(index, {}, None, finish_reason(choice))
 

@@ -11,6 +11,10 @@ MOST_STOPS = 16
 """Maximum number of stop strings."""
 
 
+MOST_TOOLS = 128
+"""Maximum number of tools."""
+
+
 class Strict(BaseModel):
     """A JSON object without other fields than those below."""
 
@@ -80,11 +84,29 @@ class TextPart(Strict):
     text: str
 
 
+class CalledFunction(Strict):
+    """A function that was called, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of a tool in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class Message(Strict):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     # Answers have these fields, and clients send them back.
@@ -100,6 +122,22 @@ class ResponseFormat(Strict):
     type: Literal["text"]
 
 
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[bool | None, _only(False)] = None
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatRequest(Sampled):
     """A request to `/v1/chat/completions`."""
 
@@ -108,6 +146,9 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _only(0)] = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Annotated[bool | None, _only(True)] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

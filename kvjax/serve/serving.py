@@ -139,6 +139,7 @@ class Choice:
     Attributes:
         row: its tokens, and its text as it grows.
         finished: whether it has ended, for the worker or at a stop string.
+        parsing, parser: parse its text.
     """
 
     def __init__(self, running: "Running", prompt: Prompt, index: int, tokenizer: Tokenizer | None) -> None:
@@ -147,6 +148,7 @@ class Choice:
         if tokenizer is not None:
             self.row.watch()
         self.finished = False
+        self.parsing, self.parser = prompt.parsing, prompt.parsing.parser()
         self.first: float | None = None
         self._running = running
         self._new: list[tuple[int, float]] = []
