@@ -167,7 +167,7 @@ def serving(
     sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
 
     def server() -> Server:
-        batch = Batch(params, policy, **sizes, sampling=sampling)
+        batch = Batch(params, policy, **sizes, sampling=sampling, masked=True)
         return Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps)
 
     client = Client(server)

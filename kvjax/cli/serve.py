@@ -12,7 +12,7 @@ from .hyperparameters import read_policy
 from .options import BudgetOption, MeshModelOptions, PolicyOption, PrefillBlockOption, SetOption
 
 SAMPLING = "temperature,top_k,top_p,min_p"
-EXTRA = "fastapi", "uvicorn", "prometheus_client"
+EXTRA = "fastapi", "uvicorn", "prometheus_client", "llguidance"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +172,7 @@ def serve(
             max_total_tokens=max_total_tokens,
             block=prefill_block,
             sampling=given,
+            masked=params.tokenizer is not None,
         ),
     )
     shared = Settings(

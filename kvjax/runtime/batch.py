@@ -9,7 +9,7 @@ Nothing here waits for the device. `kvjax.runtime.scheduler` decides what happen
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from kvjax.runtime.engine import Engine, blocks, program_bytes
 from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.mesh import on_host, saved
 from kvjax.runtime.rows import Reading, Request, Rows
-from kvjax.runtime.sampling import Greedy, Sampler, Sampling
+from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
 
 READ_PARTS = 1, 2, 3, 4, 6, 8
 """Eighths of the longest prompt that prompts are padded to when they are read whole. There is a program for each."""
@@ -51,6 +51,7 @@ class Job:
         seed: sampling seed, 0 to 2**32 - 1.
         ends: token ids that end the sequence.
         sampler: how tokens are sampled, with one number for each option.
+        grammar: restricts the tokens, for batches with `masked`. It serves this job alone.
     """
 
     prompt: Sequence[int]
@@ -59,6 +60,7 @@ class Job:
     seed: int = 0
     ends: Sequence[int] = ()
     sampler: Greedy | Sampling = Greedy()  # noqa: RUF009 - has no fields
+    grammar: Grammar | None = None
 
     @property
     def total(self) -> int:
@@ -107,6 +109,7 @@ class Batch:
         ends: maximum number of end tokens of a job.
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
         scaled_logprobs: whether log-probabilities are those of logits / temperature.
+        masked: whether jobs may have grammars.
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
@@ -131,6 +134,7 @@ class Batch:
         ends: int = 8,
         sampling: Collection[str] = (),
         scaled_logprobs: bool = False,
+        masked: bool = False,
         read_sizes: Sequence[int] | None = None,
         mixed: bool = True,
         dtype: Any = None,
@@ -158,7 +162,7 @@ class Batch:
         self.specs = tuple(dataclasses.replace(spec, mixed=mixed or rows > 1) for spec in self.engine.specs)
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
-        self.sampling, self.scaled_logprobs = frozenset(sampling), scaled_logprobs
+        self.sampling, self.scaled_logprobs, self.masked = frozenset(sampling), scaled_logprobs, masked
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
         self.read_sizes = sorted({min(size, longest) for size in (*(read_sizes or parts), longest)})
@@ -187,6 +191,7 @@ class Batch:
             ("given and new tokens are", after, 1, spec.new_tokens, "max_new_tokens"),
             ("given tokens are", len(job.given), 0, self.given, "given"),
             ("end tokens are", len(job.ends), 0, self.ends, "ends"),
+            ("grammars are", int(job.grammar is not None), 0, int(self.masked), "masked"),
         ):
             if not least <= number <= most:
                 raise ValueError(
@@ -239,16 +244,48 @@ class Batch:
         """Free the memory of all rows."""
         state, self.state = self.state, None
         for leaf in jax.tree.leaves((state, self._nothing)):
-            leaf.delete()
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
         self._nothing = None
 
-    def insert(self, reading: Reading, job: Job, row: int) -> First:
-        """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again."""
+    def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None) -> First:
+        """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again.
+
+        Args:
+            reading: the prompt.
+            job: what to do.
+            row: the row.
+            allowed: what `allowed` returned for the first token, if the job has a grammar.
+        """
         if self.state is None:
             self.reset()
-        request, to = self._request([job]), _numbers([row])
+        request, to = self._request([job], allowed), _numbers([row])
         self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, request, to)
         return First(*_on_the_way(first))
+
+    def allowed(self, job: Job, tokens: Sequence[int]) -> Any:
+        """Bits of the tokens that a job's grammar allows after those that it has sampled. To be called once for each token.
+
+        Raises:
+            ValueError: the grammar returned no bits, or none that is set.
+        """
+        assert job.grammar is not None
+        return checked_bits(job.grammar(tokens), self.engine.config.vocab_size, "the grammar of a job")
+
+    def restrict(self, allowed: Mapping[int, Any]) -> None:
+        """Set which tokens some rows may sample in the next step. Other rows are not restricted.
+
+        Args:
+            allowed: for each row, what `allowed` returned.
+        """
+        assert self.state is not None
+        bits = self._all_allowed(self.rows)
+        for row, own in allowed.items():
+            bits[row] = own
+        request = self.state.request
+        sampler: Any = request.sampler
+        request = dataclasses.replace(request, sampler=dataclasses.replace(sampler, allowed=bits))
+        self.state = dataclasses.replace(self.state, request=request)
 
     def release(self, row: int) -> None:
         """Empty a row that has ended, so that attention does not read its tokens any longer."""
@@ -326,8 +363,8 @@ class Batch:
         weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
         return max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
 
-    def _request(self, jobs: Sequence[Job]) -> Request:
-        """The jobs as arrays; without jobs, one row each that asks for nothing."""
+    def _request(self, jobs: Sequence[Job], allowed: Any = None) -> Request:
+        """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` is for a single job."""
         count = len(jobs) or self.rows
         given: Any = np.zeros((count, self.given), np.int32)
         ends: Any = np.full((count, self.ends), -1, np.int32)  # arrays are NumPy's: programs take them faster
@@ -339,10 +376,21 @@ class Batch:
             seed=seeds,
             limit=_numbers([job.total for job in jobs] or [0] * count),
             ends=ends,
-            sampler=self._sampler([job.sampler for job in jobs] or [Greedy()] * count),
+            sampler=self._masked(self._sampler([job.sampler for job in jobs] or [Greedy()] * count), count, allowed),
             given=given,
             given_count=_numbers([len(job.given) for job in jobs] or [0] * count),
         )
+
+    def _masked(self, sampler: Sampler, count: int, allowed: Any) -> Sampler:
+        if not self.masked:
+            return sampler
+        bits = self._all_allowed(count)
+        if allowed is not None:
+            bits[0] = allowed
+        return Masked(sampler, bits)
+
+    def _all_allowed(self, count: int) -> Any:
+        return np.full((count, -(-self.engine.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
 
     def _sampler(self, samplers: Sequence[Greedy | Sampling]) -> Sampler:
         """One sampler with a number per row for each option that jobs of this batch have."""

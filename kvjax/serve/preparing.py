@@ -1,6 +1,7 @@
 """From requests to jobs: prompts are tokenised and options are checked."""
 
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from kvjax.runtime.prompts import for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
 from .errors import APIError
+from .grammar import Grammars, JsonGrammar
 from .parsing import Parsing
 from .reasoning import is_open, thinks
 from .schema import ChatRequest, CompletionRequest, Message, Sampled, TokenizeRequest
@@ -34,17 +36,26 @@ class Prompt:
         ids: token ids.
         requests: options of each sequence.
         parsing: how the text of each is parsed.
+        grammar: restricts the tokens of each; None if they are free.
     """
 
     ids: Sequence[int]
     requests: Sequence[Request]
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
+    grammar: JsonGrammar | None = None
 
     @property
     def jobs(self) -> list[Job]:
         """A job for each sequence."""
         return [
-            Job(self.ids, each.max_new_tokens, seed=each.seed, ends=each.ends, sampler=each.sampler)
+            Job(
+                self.ids,
+                each.max_new_tokens,
+                seed=each.seed,
+                ends=each.ends,
+                sampler=each.sampler,
+                grammar=None if self.grammar is None else self.grammar.copy(),
+            )
             for each in self.requests
         ]
 
@@ -61,7 +72,7 @@ class Preparer:
     def __init__(self, params: Params, batch: Batch, settings: Settings) -> None:
         self.params, self._settings = params, settings
         self.longest, self.most_new = batch.specs[0].prompt_len, batch.specs[0].new_tokens
-        self._sampling, self._ends = batch.sampling, batch.ends
+        self._sampling, self._ends, self._masked = batch.sampling, batch.ends, batch.masked
         self._characters = 0 if params.tokenizer is None else self.longest * _longest_token(params.tokenizer)
 
     @property
@@ -116,7 +127,25 @@ class Preparer:
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         most = request.max_completion_tokens or request.max_tokens or self.most_new
         prompt = self._prompt(request, ids, self._options(request, most), 0)
-        return dataclasses.replace(prompt, parsing=parsing)
+        return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing))
+
+    def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
+        schema = request.response_format and request.response_format.schema_of_text
+        if schema is None:
+            return None
+        for name in ("ignore_eos", "tools"):
+            if getattr(request, name):
+                raise APIError(400, f"response_format and {name} are not supported together", param="response_format")
+        if not self._masked or self.grammars is None:
+            raise APIError(400, "this server has no grammars; send text", param="response_format")
+        return self.grammars.json(schema, thoughts=parsing.thoughts, opened=parsing.opened)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars | None:
+        """Makes grammars; None if the model has no tokenizer. It takes a second to make them for a large vocabulary."""
+        if self.tokenizer is None:
+            return None
+        return Grammars(self.tokenizer, self.params.config.vocab_size, self.params.config.eos)
 
     def chat_ids(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None, *, opened: bool = True

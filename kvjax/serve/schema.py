@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MOST_CHOICES = 128
 """Maximum of `n`."""
@@ -116,10 +116,33 @@ class Message(Strict):
     function_call: Annotated[Any, _only()] = None
 
 
+class JsonSchema(Strict):
+    """A JSON schema, with a name that has no effect."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
 class ResponseFormat(Strict):
     """The form of an answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None if it is free."""
+        if self.type == "text":
+            return None
+        return (self.json_schema.schema_ if self.json_schema else None) or {"type": "object"}
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema and the type json_schema belong together")
+        return self
 
 
 class Function(Strict):

@@ -60,6 +60,8 @@ class Server:
         """Start the worker, which compiles all programs first."""
         self._loop = asyncio.get_running_loop()
         self._threads.submit(make_sampler, 1.0, 1, 1.0, 1.0)  # compiles the programs that make its numbers
+        if self.batch.masked:
+            self._threads.submit(lambda: self.preparer.grammars)
         self.worker.start()
 
     async def drain(self) -> None:

@@ -147,6 +147,9 @@ class Worker:
             if ticket.error is not None:
                 raise ticket.error
         self.batch.release(0)
+        if self.batch.masked:
+            self.batch.restrict({})
+            self.batch.serve(1)
 
     def _loop(self) -> None:
         failures = 0
