@@ -39,7 +39,7 @@ class FakeBatch:
     """What `Batch` does, in lists. It checks that a row is inserted into only when its tokens are not waited for."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
+        self.rows, self.reused = rows, 0
         self.fails = ""
         self.reset()
 

@@ -27,9 +27,10 @@ from kvjax.policies.layer import held_bytes
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs
-from kvjax.runtime.engine import Engine, blocks, program_bytes
+from kvjax.runtime.engine import Engine, program_bytes
 from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.mesh import on_host, saved
+from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_of, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
 
@@ -52,6 +53,8 @@ class Job:
         ends: token ids that end the sequence.
         sampler: how tokens are sampled, with one number for each option.
         grammar: restricts the tokens, for batches with `masked`. It serves this job alone.
+        share: with whom it may share stored states of prompts, for batches with `prefixes`: jobs with equal values, such
+            as text. None shares none.
     """
 
     prompt: Sequence[int]
@@ -61,6 +64,7 @@ class Job:
     ends: Sequence[int] = ()
     sampler: Greedy | Sampling = Greedy()  # noqa: RUF009 - has no fields
     grammar: Grammar | None = None
+    share: str | None = None
 
     @property
     def total(self) -> int:
@@ -97,6 +101,9 @@ class Batch:
 
     Nothing is allocated before the first row is inserted.
 
+    Attributes:
+        reused: number of tokens of the prompt begun last whose state was stored.
+
     Args:
         model, policy, budget, dtype, mesh: as for `kvjax.Engine`. The policy must not be `offloaded`, and the mesh must
             not have an axis "data".
@@ -110,6 +117,10 @@ class Batch:
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
         scaled_logprobs: whether log-probabilities are those of logits / temperature.
         masked: whether jobs may have grammars.
+        anchor: where the blocks of chunked prefill are counted from, see `kvjax.runtime.prefixes.blocks_of`. `kvjax.generate`
+            has "end".
+        prefixes: maximum number of states of prompts' beginnings that are stored on the device, besides the rows. They need
+            chunked prefill with anchor "start".
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
@@ -135,6 +146,8 @@ class Batch:
         sampling: Collection[str] = (),
         scaled_logprobs: bool = False,
         masked: bool = False,
+        anchor: Anchor = "end",
+        prefixes: int = 0,
         read_sizes: Sequence[int] | None = None,
         mixed: bool = True,
         dtype: Any = None,
@@ -163,6 +176,13 @@ class Batch:
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling, self.scaled_logprobs, self.masked = frozenset(sampling), scaled_logprobs, masked
+        if prefixes and not (self.engine.block and anchor == "start"):
+            raise ValueError(
+                f"prefixes={prefixes}, but states are stored only between blocks that are counted from the start; give block, and anchor='start'"
+            )
+        self.anchor: Anchor = anchor
+        self.prefixes, self._fractions = Prefixes(prefixes), has_fractions(self.policy)
+        self.reused = 0
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
         self.read_sizes = sorted({min(size, longest) for size in (*(read_sizes or parts), longest)})
@@ -182,6 +202,7 @@ class Batch:
             ValueError: as `Engine.of`.
         """
         self.engine = self.engine.of(params)
+        self.prefixes.clear()
 
     def check(self, job: Job) -> None:
         """Raise `ValueError` if a job does not fit this batch."""
@@ -216,32 +237,48 @@ class Batch:
 
     def read_blocks(self, job: Job) -> Iterator[Reading]:
         """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
-        self.check(job)
-        total = _numbers([job.total])
-        logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
-        reading = programs.begin(self.policy, self.reader, total, logits)
-        for block in blocks([job.prompt], self.engine.block):
-            given = decoding.padded(block, self.engine.block)
-            reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
+        for reading, _ in self._read_blocks(job):
             yield reading
+
+    def _read_blocks(self, job: Job) -> Iterator[tuple[Reading, bool]]:
+        self.check(job)
+        size, total = self.engine.block, _numbers([job.total])
+        parts = blocks_of(job.prompt, size, self.anchor)
+        keys: list[bytes] = []
+        if self.prefixes.most and job.share is not None:
+            keys = keys_of(parts, size, job.share, job.total if self._fractions else None)
+        done, reading, keep = self.prefixes.plan(keys)
+        self.reused = done * size
+        if reading is None:
+            logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
+            reading = programs.begin(self.policy, self.reader, total, logits)
+        else:  # the next block uses its reading up
+            reading = programs.copy(self.policy, self.reader, reading)
+        for i, part in enumerate(parts[done:], done + 1):
+            given = decoding.padded([part], size)
+            reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
+            if i == keep:
+                self.prefixes.put(keys[i - 1], programs.copy(self.policy, self.reader, reading))
+            yield reading, i == len(parts)
 
     def reading(self, job: Job) -> Iterator[tuple[Reading, bool]]:
         """Prefill a job's prompt, whole or in blocks. Yields the reading after each part, and whether it is complete."""
-        if not self.engine.block:
+        if self.engine.block:
+            yield from self._read_blocks(job)
+        else:
             yield self.read(job), True
-            return
-        left = -(-len(job.prompt) // self.engine.block)
-        for reading in self.read_blocks(job):
-            left -= 1
-            yield reading, left == 0
 
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
-        self.free()
+        self._free_rows()
         self.state = programs.empty(self.policy, self.specs, self._request([]))
 
     def free(self) -> None:
-        """Free the memory of all rows."""
+        """Free the memory of all rows and stored states."""
+        self._free_rows()
+        self.prefixes.clear()
+
+    def _free_rows(self) -> None:
         state, self.state = self.state, None
         for leaf in jax.tree.leaves((state, self._nothing)):
             if isinstance(leaf, jax.Array):
@@ -350,6 +387,8 @@ class Batch:
         if self.engine.block:
             block = shape((1, self.engine.block), jnp.int32)
             read = [(programs.read_block, (*model, reading, block, one, one))]
+            if self.prefixes.most:
+                read.append((programs.copy, (self.policy, self.reader, reading)))
         else:
             sizes = sorted({self.read_size(length) for length in lengths})
             read = [(programs.read, (*model, shape((1, size), jnp.int32), one, one)) for size in sizes]
@@ -361,7 +400,8 @@ class Batch:
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
         weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
-        return max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
+        stored = self.row_bytes * self.prefixes.most
+        return stored + max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
 
     def _request(self, jobs: Sequence[Job], allowed: Any = None) -> Request:
         """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` is for a single job."""

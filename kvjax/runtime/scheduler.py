@@ -39,6 +39,8 @@ class Runner(Protocol):
 
     @property
     def rows(self) -> int: ...
+    @property
+    def reused(self) -> int: ...
     def reading(self, job: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
@@ -57,6 +59,7 @@ class Ticket:
         tokens, logprobs: sampled tokens so far, and their log-probabilities.
         ended: why the sequence ended; None while it waits or runs.
         error: the error, if it failed.
+        reused: number of prompt tokens whose state was stored, see `kvjax.runtime.prefixes`.
     """
 
     job: Any
@@ -64,6 +67,7 @@ class Ticket:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     ended: Ended | None = None
     error: Exception | None = None
+    reused: int = 0
 
 
 class _Started(NamedTuple):
@@ -258,6 +262,8 @@ class Scheduler:
                 self._under_way.append(_Started(ticket, None))
             return True
         if complete:
+            for ticket in tickets:
+                ticket.reused = self.batch.reused
             self._ready, self._reading = (tickets, reading), None
         return True
 
