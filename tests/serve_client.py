@@ -161,10 +161,12 @@ def serving(
     block: int | None = None,
     steps: int = 4,
     sampling: Sequence[str] = SAMPLING,
+    prefixes: int = 0,
     **settings: Any,
 ) -> Iterator[Client]:
     """A client of a server that is ready."""
     sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
+    sizes |= {"anchor": "start", "prefixes": prefixes}
 
     def server() -> Server:
         batch = Batch(params, policy, **sizes, sampling=sampling, masked=True)

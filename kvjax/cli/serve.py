@@ -105,6 +105,15 @@ def serve(
         int, typer.Option("--max-new-tokens", "-n", min=1, max=checks.MAX_INT, help="Tokens to generate, at most.")
     ] = 1024,
     prefill_block: PrefillBlockOption = None,
+    prefix_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--prefix-bytes",
+            metavar="SIZE",
+            help="Memory for states of prompts' beginnings, with --prefill-block; 0 stores none. [default: that of two rows]",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=256, help="Decode steps between two events of a stream.")
     ] = 8,
@@ -130,6 +139,7 @@ def serve(
     from kvjax.conversion.default_model import NAME
     from kvjax.policies.unbound import check_no_host_cache, check_unbound
     from kvjax.runtime.batch import Batch
+    from kvjax.runtime.memory import parse_bytes
     from kvjax.serve.run import run
     from kvjax.serve.serving import Server
     from kvjax.serve.settings import Settings, read_keys
@@ -160,10 +170,14 @@ def serve(
             "a server runs in one process and has no axis data; give axes model and sequence, and start a server for each copy",
             param_hint="--distributed" if source.distributed else "--mesh",
         )
+    stored = None if prefix_bytes is None else parse_bytes(prefix_bytes)
+    if stored and prefill_block is None:
+        raise typer.BadParameter("states are stored between blocks; give --prefill-block", param_hint="--prefix-bytes")
     params = source.load()
     batch = make_batch(
         count,
-        lambda rows: Batch(
+        stored,
+        lambda rows, prefixes: Batch(
             params,
             chosen,
             rows=rows,
@@ -171,6 +185,8 @@ def serve(
             max_new_tokens=max_new_tokens,
             max_total_tokens=max_total_tokens,
             block=prefill_block,
+            anchor="start",
+            prefixes=prefixes,
             sampling=given,
             masked=params.tokenizer is not None,
         ),

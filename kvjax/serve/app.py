@@ -16,7 +16,7 @@ from starlette.responses import Response
 from kvjax._version import __version__
 
 from .errors import APIError
-from .guard import App, Guard
+from .guard import CLIENT, App, Guard
 from .preparing import Prompt, listed
 from .replies import ChatReply, CompletionReply, Maker
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -149,12 +149,16 @@ def _add_answers(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         count = preparer.check_count(body, len(listed(body.prompt)), server.most)
-        return await answer(body, http, count, CompletionReply(maker, body), lambda: preparer.completion(body))
+        return await answer(
+            body, http, count, CompletionReply(maker, body), lambda: preparer.completion(body, http.scope[CLIENT])
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
         count = preparer.check_count(body, 1, server.most)
-        return await answer(body, http, count, ChatReply(maker, body), lambda: [preparer.chat(body)])
+        return await answer(
+            body, http, count, ChatReply(maker, body), lambda: [preparer.chat(body, http.scope[CLIENT])]
+        )
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

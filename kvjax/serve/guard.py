@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from .errors import APIError
-from .settings import Settings
+from .settings import Settings, digest
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -19,6 +19,9 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/health", "/ready"})
 """Routes that need no API key."""
+
+CLIENT = "kvjax.client"
+"""Entry of the scope with a text that is the same for all requests with the same API key."""
 
 NO_BODY = 1 << 16
 """Maximum size in bytes of the body of a request that needs none."""
@@ -40,7 +43,7 @@ class Guard:
             return
         try:
             headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-            self._check(scope["method"], scope["path"], headers)
+            scope[CLIENT] = self._check(scope["method"], scope["path"], headers)
             body = await self._body(scope["method"], headers, receive)
         except APIError as error:
             await error.response()(scope, receive, send)
@@ -56,7 +59,8 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _check(self, method: str, path: str, headers: list[tuple[str, str]]) -> None:
+    def _check(self, method: str, path: str, headers: list[tuple[str, str]]) -> str:
+        """Check the headers. Returns a text that is the same for all requests with the same API key."""
         host = _only(headers, "host")
         if host is None or not self._allows_host(_hostname(host)):
             raise APIError(
@@ -84,6 +88,8 @@ class Guard:
                     "authentication_error",
                     code="invalid_api_key",
                 )
+            return digest(key.strip()).hex()
+        return ""
 
     def _allows_host(self, name: str) -> bool:
         """Whether a `Host` header may have this name. Pages whose name leads to this server have other names."""

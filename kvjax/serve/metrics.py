@@ -40,6 +40,7 @@ class Metrics:
         )
         self.ended = labelled(Histogram, "e2e_request_latency_seconds", "Time to the end", buckets=_SECONDS)
         self.prompted = labelled(Counter, "prompt_tokens", "Prompt tokens")
+        self.reused = labelled(Counter, "prefix_cache_hits", "Prompt tokens whose state was stored, for each sequence")
         self.generated = labelled(Counter, "generation_tokens", "Generated tokens")
         self.rejected = labelled(Counter, "admission_rejections", "Requests refused for lack of room")
         self.cancelled = labelled(Counter, "request_cancelled", "Requests whose client has gone")

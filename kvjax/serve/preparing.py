@@ -37,12 +37,14 @@ class Prompt:
         requests: options of each sequence.
         parsing: how the text of each is parsed.
         grammar: restricts the tokens of each; None if they are free.
+        share: with whom states of the prompt may be shared, as `kvjax.runtime.batch.Job` has it.
     """
 
     ids: Sequence[int]
     requests: Sequence[Request]
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
     grammar: JsonGrammar | None = None
+    share: str | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -55,6 +57,7 @@ class Prompt:
                 ends=each.ends,
                 sampler=each.sampler,
                 grammar=None if self.grammar is None else self.grammar.copy(),
+                share=self.share,
             )
             for each in self.requests
         ]
@@ -99,19 +102,19 @@ class Preparer:
             )
         return count
 
-    def completion(self, request: CompletionRequest) -> list[Prompt]:
-        """Prompts of a request to `/v1/completions`."""
+    def completion(self, request: CompletionRequest, client: str) -> list[Prompt]:
+        """Prompts of a request to `/v1/completions` by a client, which an API key identifies."""
         prompts = listed(request.prompt)
         options = self._options(request, request.max_tokens or min(COMPLETION_TOKENS, self.most_new))
         found: list[Prompt] = []
         for prompt in prompts:
             self._check_size(prompt, "prompt")
             ids = self._ids(self.params, prompt, "prompt")
-            found.append(self._prompt(request, ids, options, len(found) * (request.n or 1)))
+            found.append(self._prompt(request, ids, options, len(found) * (request.n or 1), client))
         return found
 
-    def chat(self, request: ChatRequest) -> Prompt:
-        """Prompt of a request to `/v1/chat/completions`."""
+    def chat(self, request: ChatRequest, client: str) -> Prompt:
+        """Prompt of a request to `/v1/chat/completions` by a client."""
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise APIError(400, "send max_completion_tokens or max_tokens, not both", param="max_completion_tokens")
         arguments, kind = dict(request.chat_template_kwargs or {}), None
@@ -126,7 +129,7 @@ class Preparer:
         assert self.tokenizer is not None
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         most = request.max_completion_tokens or request.max_tokens or self.most_new
-        prompt = self._prompt(request, ids, self._options(request, most), 0)
+        prompt = self._prompt(request, ids, self._options(request, most), 0, client)
         return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing))
 
     def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
@@ -249,7 +252,7 @@ class Preparer:
             )
         return options
 
-    def _prompt(self, request: Sampled, ids: Sequence[int], options: Request, first: int) -> Prompt:
+    def _prompt(self, request: Sampled, ids: Sequence[int], options: Request, first: int, client: str) -> Prompt:
         if len(ids) > self.longest:
             raise APIError(
                 400,
@@ -258,7 +261,8 @@ class Preparer:
                 code="context_length_exceeded",
             )
         seeds = row_seeds(options.seed, range(first, first + (request.n or 1)))
-        return Prompt(ids, [dataclasses.replace(options, seed=seed) for seed in seeds])
+        requests = [dataclasses.replace(options, seed=seed) for seed in seeds]
+        return Prompt(ids, requests, share=f"{client} {request.cache_salt or ''}")
 
 
 def listed(prompt: Any) -> list[Any]:

@@ -51,6 +51,8 @@ def usage(running: Running, tokenizer: Tokenizer | None) -> dict[str, Any]:
     prompt = sum(len(prompt.ids) for prompt in running.prompts)
     new = sum(len(choice.row.tokens) for choice in running.choices)
     found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    cached = sum({id(choice.row.prompt): choice.reused for choice in running.choices}.values())
+    found["prompt_tokens_details"] = {"cached_tokens": cached}
     thinking = [choice for choice in running.choices if choice.parsing.thoughts]
     if thinking and tokenizer is not None:
         count = sum(thought_tokens(tokenizer, each.row.tokens, each.parsing.opened) for each in thinking)

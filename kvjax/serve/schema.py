@@ -61,6 +61,7 @@ class Sampled(Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
     # Fields without support.
     frequency_penalty: Annotated[float | None, _only(0)] = None
     presence_penalty: Annotated[float | None, _only(0)] = None

@@ -142,6 +142,7 @@ class Choice:
         row: its tokens, and its text as it grows.
         finished: whether it has ended, for the worker or at a stop string.
         parsing, parser: parse its text.
+        reused: number of its prompt's tokens whose state was stored.
     """
 
     def __init__(self, running: "Running", prompt: Prompt, index: int, tokenizer: Tokenizer | None) -> None:
@@ -152,6 +153,7 @@ class Choice:
         self.finished = False
         self.parsing, self.parser = prompt.parsing, prompt.parsing.parser()
         self.first: float | None = None
+        self.reused = 0
         self._running = running
         self._new: list[tuple[int, float]] = []
 
@@ -161,7 +163,7 @@ class Choice:
 
     def extend(self, update: Update) -> None:
         """Add new tokens, up to the end of the text."""
-        row, before = self.row, len(self.row.tokens)
+        row, before, self.reused = self.row, len(self.row.tokens), update.reused
         row.extend(update.tokens, update.logprobs)
         self._new += zip(row.tokens[before:], row.logprobs[before:], strict=True)
         if update.ended is not None and row.stop_reason is None:
@@ -238,6 +240,7 @@ class Running:
                 waiting.discard(choice)
                 if choice.first is None:
                     choice.first = now
+                    metrics.reused.inc(choice.reused)
                     metrics.first_token.observe(now - self._began)
                 metrics.generated.inc(len(update.tokens))
                 if choice.finished:

@@ -29,6 +29,7 @@ class Update(NamedTuple):
         tokens, logprobs: the new tokens and their log-probabilities.
         ended: why the sequence has ended; None if it goes on.
         error: the error, if it failed.
+        reused: number of prompt tokens whose state was stored.
     """
 
     owner: Any
@@ -36,6 +37,7 @@ class Update(NamedTuple):
     logprobs: list[float]
     ended: Ended | None
     error: Exception | None
+    reused: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,14 +141,16 @@ class Worker:
         longest = self.batch.reader[0].prompt_len
         lengths = [min(size, longest) for size in self.batch.read_sizes]
         self.batch.compile(lengths, min(os.cpu_count() or 1, JOBS))
-        for length in [1] if self.batch.engine.block else lengths:
-            job = Job([0] * length, max_new_tokens=min(2, self.batch.specs[0].new_tokens))
+        # With stored states, the third prompt with the same blocks goes on from a state that the second has left.
+        for length in [longest] * 3 if self.batch.engine.block else lengths:
+            job = Job([0] * length, min(2, self.batch.specs[0].new_tokens), share="")
             ticket = self.scheduler.submit(job)
             while self.scheduler.busy:
                 self.scheduler.turn()
             if ticket.error is not None:
                 raise ticket.error
         self.batch.release(0)
+        self.batch.prefixes.clear()
         if self.batch.masked:
             self.batch.restrict({})
             self.batch.serve(1)
@@ -189,7 +193,8 @@ class Worker:
                 continue
             new = slice(each.sent, len(ticket.tokens))
             each.sent = new.stop
-            updates.append(Update(each.owner, ticket.tokens[new], ticket.logprobs[new], ticket.ended, ticket.error))
+            found = ticket.tokens[new], ticket.logprobs[new]
+            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused))
             if ticket.ended is not None:
                 del self._sequences[ticket], self._tickets[each.owner]
         if updates:

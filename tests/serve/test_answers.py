@@ -53,7 +53,10 @@ def test_answers_are_those_of_generate(client: Client, letters: Params) -> None:
         assert choice["text"] == other.text
         assert choice["finish_reason"] == other.stop_reason
         used = {"prompt_tokens": len(prompt), "completion_tokens": len(other.tokens)}
-        assert reply.json["usage"] == used | {"total_tokens": sum(used.values())}
+        assert reply.json["usage"] == used | {
+            "total_tokens": sum(used.values()),
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
 
 
 GOLDEN = """\
@@ -63,7 +66,7 @@ data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":0,"model":"t
 
 data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"kvjax-0","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}],"usage":null}
 
-data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"kvjax-0","choices":[],"usage":{"prompt_tokens":6,"completion_tokens":1,"total_tokens":7}}
+data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"kvjax-0","choices":[],"usage":{"prompt_tokens":6,"completion_tokens":1,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":0}}}
 
 data: [DONE]
 
