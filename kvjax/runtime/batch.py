@@ -386,7 +386,7 @@ class Batch:
         model = self.policy, self.reader, self.weights
         if self.engine.block:
             block = shape((1, self.engine.block), jnp.int32)
-            read = [(programs.read_block, (*model, reading, block, one, one))]
+            read: list[tuple[Any, tuple[Any, ...]]] = [(programs.read_block, (*model, reading, block, one, one))]
             if self.prefixes.most:
                 read.append((programs.copy, (self.policy, self.reader, reading)))
         else:
