@@ -162,15 +162,19 @@ def serving(
     steps: int = 4,
     sampling: Sequence[str] = SAMPLING,
     prefixes: int = 0,
+    idle: bool = False,
     **settings: Any,
 ) -> Iterator[Client]:
-    """A client of a server that is ready."""
+    """A client of a server that is ready. With `idle` it compiles nothing, and no request runs."""
     sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
     sizes |= {"anchor": "start", "prefixes": prefixes}
 
     def server() -> Server:
         batch = Batch(params, policy, **sizes, sampling=sampling, masked=True)
-        return Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps)
+        made = Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps)
+        if idle:
+            made.worker.start = lambda: setattr(made.worker, "phase", "ready")
+        return made
 
     client = Client(server)
     client.begin()

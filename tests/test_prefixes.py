@@ -80,7 +80,7 @@ def compare(tiny: Params, policy: str, *, fractions: bool = False) -> None:
     ]
     totals = [NEW, 5, 7, 9]
     jobs = [Job(prompt, new, share="me") for prompt, new in zip(prompts, totals, strict=True)]
-    sizes = {"rows": 2, "prompt_len": 100, "max_new_tokens": NEW, "block": SIZE, "anchor": "start"}
+    sizes = {"rows": 2, "prompt_len": 96, "max_new_tokens": 2 * NEW, "block": SIZE, "anchor": "start"}
     plain = run(Batch(tiny, policy, **sizes), jobs)
     stored = run(Batch(tiny, policy, **sizes, prefixes=3), jobs)
     for one, other in zip(plain, stored, strict=True):

@@ -9,6 +9,7 @@ from serve_client import Client, serving
 
 from kvjax.conversion import Tokenizer
 from kvjax.models import Params
+from kvjax.serve.schema import CompletionRequest
 from kvjax.serve.settings import KEY_VARIABLE, Settings, digest, read_keys
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -190,11 +191,12 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
 
 
 def test_options_that_a_server_lacks(letters: Params) -> None:
-    with serving(letters, sampling=("temperature",)) as client:
+    with serving(letters, sampling=("temperature",), idle=True) as client:
         reply = client.post("/v1/completions", TEXT | {"top_p": 0.5})
         assert (reply.status, reply.json["error"]["param"]) == (400, "top_p")
         assert "temperature" in reply.json["error"]["message"]
-        assert client.post("/v1/completions", TEXT | {"top_p": 1, "max_tokens": 1}).status == 200
+        (prompt,) = client.server.preparer.completion(CompletionRequest(**TEXT, top_p=1), "")
+        assert prompt.jobs[0].sampler.top_p is None
 
 
 def test_texts_that_are_certainly_too_long_are_not_tokenised(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
