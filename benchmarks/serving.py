@@ -18,7 +18,7 @@ import os
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -92,7 +92,8 @@ async def _ask(load: Load, prompt: Sequence[int]) -> Answer:
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     answer = Answer(sent=time.perf_counter())
     try:
-        async for data in _events(load, json.dumps(body).encode(), answer):
+        async for data in events(load.url, load.key, json.dumps(body).encode()):
+            answer.status = 200
             if data == b"[DONE]":
                 answer.ended = time.perf_counter()
                 return answer
@@ -101,34 +102,54 @@ async def _ask(load: Load, prompt: Sequence[int]) -> Answer:
                 answer.events.append(time.perf_counter())
             elif event.get("usage"):
                 answer.tokens = event["usage"]["completion_tokens"]
+    except RefusedError as error:
+        answer.status = error.status
     except (OSError, EOFError, ValueError):
-        pass
-    if answer.status == 200:  # without an end
+        answer.status = 0
+    else:  # without an end
         answer.status = 0
     return answer
 
 
-async def _events(load: Load, body: bytes, answer: Answer) -> AsyncIterator[bytes]:
-    """Data of the events of a stream. A client of HTTP/1.1 that costs as little as possible."""
-    place = urllib.parse.urlsplit(load.url)
+class RefusedError(Exception):
+    """A response that is no stream.
+
+    Args:
+        status: its HTTP status.
+        text: its body.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status = status
+
+
+async def events(url: str, key: str, body: bytes, route: str = "/v1/completions") -> AsyncGenerator[bytes]:
+    """Data of the events of a stream. A client of HTTP/1.1 that costs as little as possible.
+
+    Raises:
+        RefusedError: the server answered with another status than 200.
+        OSError, EOFError: the connection failed.
+    """
+    place = urllib.parse.urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port or 80, limit=1 << 22)
     try:
         lines = [
-            "POST /v1/completions HTTP/1.1",
+            f"POST {route} HTTP/1.1",
             f"Host: {place.netloc}",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             "Connection: close",
-            *([f"Authorization: Bearer {load.key}"] if load.key else []),
+            *([f"Authorization: Bearer {key}"] if key else []),
         ]
         writer.write("\r\n".join([*lines, "", ""]).encode() + body)
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        answer.status = int(head.split(" ", 2)[1])
-        if answer.status != 200:
-            return
-        text = b""
-        async for part in _chunks(reader) if "transfer-encoding: chunked" in head else _rest(reader):
+        status, text = int(head.split(" ", 2)[1]), b""
+        parts = _chunks(reader) if "transfer-encoding: chunked" in head else _rest(reader)
+        if status != 200:
+            raise RefusedError(status, b"".join([part async for part in parts]).decode())
+        async for part in parts:
             *blocks, text = (text + part).split(b"\n\n")
             for block in blocks:
                 if block.startswith(b"data: "):

@@ -74,7 +74,7 @@ class Limits:
     ] = 64
     max_body: Annotated[
         int, typer.Option("--max-body-bytes", min=1024, max=checks.MAX_INT, help="Bytes of a request, at most.")
-    ] = 4 << 20
+    ] = 2 << 20
     first_seconds: Annotated[
         float, typer.Option("--first-seconds", help="Seconds from a request to its first token, at most.")
     ] = 120.0

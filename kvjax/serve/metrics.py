@@ -1,13 +1,30 @@
 """Metrics for Prometheus. Names and meanings are vLLM's, with the prefix `kvjax:`."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import jax
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 _SECONDS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600
+
+
+class _Compilations:
+    """Number of programs that this process has compiled, as JAX counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, _: float, **__: Any) -> None:
+        self.count += event.endswith("/backend_compile_duration")
+
+
+compilations = functools.cache(_Compilations)
+"""Begins to count, once for the process."""
 
 
 class Source(Protocol):
@@ -58,7 +75,7 @@ class _Now(Collector):
     """Numbers that are read when they are asked for."""
 
     def __init__(self, name: str, source: Source) -> None:
-        self._name, self._source = name, source
+        self._name, self._source, self._compilations = name, source, compilations()
 
     def collect(self) -> Iterable[Any]:
         """Yield the metrics."""
@@ -76,6 +93,7 @@ class _Now(Collector):
         for name, about, value in (
             ("row_steps", "Rows times decode steps", scheduler.row_steps),
             ("row_steps_delivered", "Rows times decode steps that sampled a token", scheduler.delivered),
+            ("compilations", "Compiled programs; none once the server is ready", self._compilations.count),
         ):
             family = CounterMetricFamily(f"kvjax:{name}", about, labels=["model_name"])
             family.add_metric([self._name], value)

@@ -1,6 +1,6 @@
 """What requests may hold. Fields that the server does not support are refused by name, unless they have no effect."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +13,10 @@ MOST_STOPS = 16
 
 MOST_TOOLS = 128
 """Maximum number of tools."""
+
+
+MOST_LEVELS = 64
+"""Maximum depth of objects and lists with any content."""
 
 
 class Strict(BaseModel):
@@ -32,9 +36,27 @@ def _only(*values: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _shallow(value: Any) -> Any:
+    """Refuse values that are nested deeply, as what reads them is recursive."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MOST_LEVELS:
+            raise ValueError(f"nested more than {MOST_LEVELS} levels deep; send less")
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [each for part in parts for each in part]
+    return value
+
+
+Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""A JSON object with any content."""
+
 Positive = Annotated[int, Field(ge=1, le=2**30)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item is the only one that is reported, as there may be millions."""
 
 
 class StreamOptions(Strict):
@@ -56,7 +78,7 @@ class Sampled(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None
@@ -71,7 +93,7 @@ class Sampled(Strict):
 class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
     logprobs: Annotated[int | None, _only(0)] = None
     echo: Annotated[bool | None, _only(False)] = None
     best_of: Annotated[int | None, _only(1)] = None
@@ -123,7 +145,7 @@ class JsonSchema(Strict):
     name: str
     description: str | None = None
     strict: bool | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Free | None, Field(alias="schema")] = None
 
 
 class ResponseFormat(Strict):
@@ -151,7 +173,7 @@ class Function(Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Free | None = None
     strict: Annotated[bool | None, _only(False)] = None
 
 
@@ -165,7 +187,7 @@ class Tool(Strict):
 class ChatRequest(Sampled):
     """A request to `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _only(0)] = None
@@ -173,7 +195,7 @@ class ChatRequest(Sampled):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Annotated[bool | None, _only(True)] = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Free | None = None
 
 
 class TokenizeRequest(Strict):
@@ -181,7 +203,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Listed[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Free | None = None

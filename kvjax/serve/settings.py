@@ -37,7 +37,7 @@ class Settings:
     keys: frozenset[bytes] = frozenset()
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
-    max_body: int = 4 << 20
+    max_body: int = 2 << 20
     max_queue: int = 64
     max_messages: int = 4096
     read_seconds: float = 30.0

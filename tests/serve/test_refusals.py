@@ -104,6 +104,32 @@ def test_what_is_no_json_object_is_refused(client: Client, content: bytes, words
     assert words in reply.json["error"]["message"]
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize("depth", [40, 200, 450])
+def test_what_is_nested_deeply_is_refused(client: Client, depth: int) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(depth)}}
+    tool = {"type": "function", "function": {"name": "a", "parameters": nested(depth)}}
+    for more in ({"chat_template_kwargs": nested(depth)}, {"response_format": form}, {"tools": [tool]}):
+        reply = client.post("/v1/chat/completions", CHAT | more)
+        ((name, _),) = more.items()
+        assert (reply.status, reply.json["error"]["param"]) == (400, name)
+        assert "levels deep" in reply.json["error"]["message"]
+    assert client.post("/v1/chat/completions", CHAT | {"logit_bias": nested(depth)}).status == 400
+    assert client.post("/v1/completions", {"prompt": nested(depth)}).status == 400
+
+
+def test_long_lists_have_one_error(client: Client) -> None:
+    for prompt in ([1] * 200_000 + [""], [[1] * 100_000, [""] * 100_000], [1.5] * 200_000, ["a", *[1] * 200_000]):
+        reply = client.post("/v1/completions", {"prompt": prompt})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "prompt")
+
+
 def test_a_prompt_that_is_too_long(client: Client) -> None:
     most = client.server.preparer.longest
     reply = client.post("/v1/completions", {"prompt": [1] * (most + 1)})
