@@ -63,7 +63,13 @@ def save_model(path: Path) -> None:
     from kvjax.config import ModelConfig, RopeConfig
     from kvjax.models import init
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
     rope = RopeConfig(theta=10000.0, dim=16)
     config = ModelConfig.uniform("llama", **sizes, num_kv_heads=2, head_dim=16, max_position=512, rope=rope)
     kvjax.save(init(config, jax.random.key(0)), path, format="safetensors")

@@ -78,6 +78,6 @@ def test_random_requests(client: Client, request: tuple[str, Any]) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(REQUEST)
-@hypothesis.settings(max_examples=1000, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=500, suppress_health_check=list(hypothesis.HealthCheck))
 def test_many_random_requests(client: Client, request: tuple[str, Any]) -> None:
     check(client, *request)
