@@ -1,8 +1,10 @@
 """`kvjax serve`: what it refuses, and a server as a process of its own."""
 
+import configparser
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # huggingface_hub requires it
 
 import kvjax
 
@@ -47,6 +50,29 @@ def test_what_is_refused_before_a_model_is_loaded(
     result = kvjax_command("serve", "/no/such/model", *arguments)
     assert result.exit_code == code
     assert says in " ".join(result.stderr.replace("│", " ").split())
+
+
+PAGE = (Path(kvjax.__file__).parents[1] / "docs/howto/servers.md").read_text(encoding="utf-8")
+
+
+def test_commands_of_the_page_are_understood(kvjax_command: Any, tmp_path: Path) -> None:
+    """Those of a shell, of the container and of the service. Only the model is another one, which does not exist."""
+    blocks = dict(re.findall(r"```(dockerfile|yaml|ini)\n(.*?)```", PAGE, re.DOTALL))
+    (service,) = yaml.safe_load(blocks["yaml"])["services"].values()
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", blocks["dockerfile"], re.MULTILINE)
+    unit = configparser.ConfigParser()
+    unit.optionxform = str
+    unit.read_string(blocks["ini"])
+    (command,) = re.findall(r"^kvjax serve .*$", PAGE, re.MULTILINE)
+    (keys := tmp_path / "keys").write_text("sesame\n")
+    for words in (
+        command.split(),
+        [*json.loads(entry), *service["command"].replace("/run/secrets/keys", str(keys)).split()],
+        unit["Service"]["ExecStart"].split(),
+    ):
+        assert (Path(words[0]).name, words[1]) == ("kvjax", "serve")
+        result = kvjax_command("serve", "/no/such/model", *words[2:])
+        assert (result.exit_code, "/no/such/model" in result.stderr) == (1, True)
 
 
 def request(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
