@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -19,7 +19,7 @@ from .errors import APIError
 from .guard import CLIENT, App, Guard
 from .preparing import Prompt, listed
 from .replies import ChatReply, CompletionReply, Maker
-from .schema import ChatRequest, CompletionRequest, TokenizeRequest
+from .schema import ChatRequest, CompletionRequest, ErrorBody, TokenizeRequest
 from .serving import Running, Server
 from .sse import ClientGoneError, EventStream, until_disconnect
 
@@ -37,7 +37,10 @@ def make_app(server: Server) -> App:
         await server.drain()
 
     # Pages with documentation would load scripts of other sites.
-    app = FastAPI(title="kvjax", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors: Any = {status: {"model": ErrorBody, "description": about} for status, about in _ERRORS.items()}
+    app = FastAPI(
+        title="kvjax", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors
+    )
     _add_errors(app)
     _add_state(app, server)
     _add_answers(app, server)
@@ -62,7 +65,8 @@ def _add_errors(app: FastAPI) -> None:
         return _invalid(error).response()
 
     async def http(_: Request, error: Any) -> Response:
-        return APIError(error.status_code, str(error.detail), code=_CODES.get(error.status_code)).response()
+        code = _CODES.get(error.status_code)
+        return APIError(error.status_code, str(error.detail), code=code, headers=error.headers).response()
 
     async def failed(_: Request, error: Exception) -> Response:
         return APIError(500, "the server failed; see its log", "server_error").response()
@@ -73,6 +77,8 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, failed)
 
 
+_ERRORS = {"4XX": "The request is refused", "5XX": "The server cannot answer now"}
+_STREAM: Any = {200: {"description": "The answer, whole or as a stream", "content": {EventStream.media_type: {}}}}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -137,7 +143,7 @@ def _add_state(app: FastAPI, server: Server) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -146,14 +152,14 @@ def _add_answers(app: FastAPI, server: Server) -> None:
     preparer = server.preparer
     maker = Maker(server.settings.name, fingerprint(server), preparer.tokenizer)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_STREAM)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         count = preparer.check_count(body, len(listed(body.prompt)), server.most)
         return await answer(
             body, http, count, CompletionReply(maker, body), lambda: preparer.completion(body, http.scope[CLIENT])
         )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
         count = preparer.check_count(body, 1, server.most)
         return await answer(

@@ -1,6 +1,7 @@
 """Errors in OpenAI's format."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ class APIError(Exception):
         param: name of the field that is wrong.
         code: OpenAI's `code`.
         retry_after: seconds after which the client may try again.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -27,9 +29,11 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code, self.retry_after = status, kind, param, code, retry_after
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -39,7 +43,7 @@ class APIError(Exception):
 
     def response(self) -> Response:
         """The error as an HTTP response. Only ASCII is sent, as messages may quote text that is no Unicode."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        headers = self.headers if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return Response(json.dumps(self.body), self.status, headers, "application/json")

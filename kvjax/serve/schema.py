@@ -207,3 +207,18 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Free | None = None
+
+
+class ErrorFields(BaseModel):
+    """What an error says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's format."""
+
+    error: ErrorFields

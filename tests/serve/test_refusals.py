@@ -142,12 +142,25 @@ def test_routes_that_do_not_exist(client: Client) -> None:
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/docs", 404)):
         reply = client.run(client.call(method, path))
         assert (reply.status, reply.json["error"]["type"]) == (status, "invalid_request_error")
+        assert reply.headers.get("allow") == ("POST" if status == 405 else None)
     reply = client.post("/v1/completions", TEXT | {"model": "gpt"})
     assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (
         404,
         "model_not_found",
         "model",
     )
+
+
+def test_the_schema_tells_what_is_answered(client: Client) -> None:
+    routes = client.get("/openapi.json").json["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/models"} <= set(routes)
+    for route in routes.values():
+        for method in route.values():
+            assert {"4XX", "5XX"} <= set(method["responses"]) <= {"200", "4XX", "5XX"}
+    assert set(routes["/v1/chat/completions"]["post"]["responses"]["200"]["content"]) == {
+        "application/json",
+        "text/event-stream",
+    }
 
 
 @pytest.mark.parametrize(
