@@ -7,7 +7,7 @@ import kvjax
 from kvjax.models import Params
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.engine import blocks
-from kvjax.runtime.prefixes import BORDERS, Plan, Prefixes, blocks_of, has_fractions, keys_of
+from kvjax.runtime.prefixes import BORDERS, Plan, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.scheduler import Scheduler, Ticket
 
 SIZE, NEW = 16, 12
@@ -16,24 +16,22 @@ SIZE, NEW = 16, 12
 @pytest.mark.parametrize("length", range(1, 60))
 def test_blocks_keep_the_last_tokens_together(length: int) -> None:
     prompt = list(range(length))
-    end, start = (blocks_of(prompt, SIZE, anchor) for anchor in ("end", "start"))
-    assert [[block] for block in end] == list(blocks([prompt], SIZE))
-    for found in (end, start):
-        assert [token for block in found for token in block] == prompt
-        assert len(found) == -(-length // SIZE)
-        assert len(found[-1]) == min(SIZE, length)
-        assert all(0 < len(block) <= SIZE for block in found)
-    assert all(len(block) == SIZE for block in start[:-2])
+    found = blocks_from_start(prompt, SIZE)
+    assert [token for block in found for token in block] == prompt
+    assert len(found) == len(list(blocks([prompt], SIZE)))
+    assert len(found[-1]) == min(SIZE, length)
+    assert all(0 < len(block) <= SIZE for block in found)
+    assert all(len(block) == SIZE for block in found[:-2])
 
 
 def test_keys_are_those_of_beginnings() -> None:
     one, two = list(range(50)), list(range(32)) + [63] * 18
-    first, second = (keys_of(blocks_of(prompt, SIZE, "start"), SIZE, "me") for prompt in (one, two))
+    first, second = (keys_of(blocks_from_start(prompt, SIZE), SIZE, "me") for prompt in (one, two))
     assert len(first) == len(second) == 2
     assert first == second
-    assert keys_of(blocks_of(one, SIZE, "start"), SIZE, "you")[0] != first[0]
-    assert keys_of(blocks_of([1, *one[1:]], SIZE, "start"), SIZE, "me")[1] not in first
-    assert keys_of(blocks_of(one[:31], SIZE, "start"), SIZE, "me") == []
+    assert keys_of(blocks_from_start(one, SIZE), SIZE, "you")[0] != first[0]
+    assert keys_of(blocks_from_start([1, *one[1:]], SIZE), SIZE, "me")[1] not in first
+    assert keys_of(blocks_from_start(one[:31], SIZE), SIZE, "me") == []
 
 
 def test_states_are_stored_at_shared_borders() -> None:

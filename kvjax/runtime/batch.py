@@ -27,10 +27,10 @@ from kvjax.policies.layer import held_bytes
 from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs
-from kvjax.runtime.engine import Engine, program_bytes
+from kvjax.runtime.engine import Engine, blocks, program_bytes
 from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.mesh import on_host, saved
-from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_of, has_fractions, keys_of
+from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
 
@@ -117,8 +117,8 @@ class Batch:
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
         scaled_logprobs: whether log-probabilities are those of logits / temperature.
         masked: whether jobs may have grammars.
-        anchor: where the blocks of chunked prefill are counted from, see `kvjax.runtime.prefixes.blocks_of`. `kvjax.generate`
-            has "end".
+        anchor: where the blocks of chunked prefill are counted from. With "end", as in `kvjax.generate`, the first block may be
+            shorter; with "start", the last but one, see `kvjax.runtime.prefixes.blocks_from_start`.
         prefixes: maximum number of states of prompts' beginnings that are stored on the device, besides the rows. They need
             chunked prefill with anchor "start".
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
@@ -243,7 +243,10 @@ class Batch:
     def _read_blocks(self, job: Job) -> Iterator[tuple[Reading, bool]]:
         self.check(job)
         size, total = self.engine.block, _numbers([job.total])
-        parts = blocks_of(job.prompt, size, self.anchor)
+        if self.anchor == "start":
+            parts = blocks_from_start(job.prompt, size)
+        else:
+            parts = [part for (part,) in blocks([job.prompt], size)]
         keys: list[bytes] = []
         if self.prefixes.most and job.share is not None:
             keys = keys_of(parts, size, job.share, job.total if self._fractions else None)

@@ -83,18 +83,14 @@ class Prefixes:
         self._seen.clear()
 
 
-def blocks_of(prompt: Sequence[int], size: int, anchor: Anchor) -> list[Sequence[int]]:
-    """Split a prompt into blocks of `size` tokens, of which the first or the last but one may be shorter.
+def blocks_from_start(prompt: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Split a prompt into blocks of `size` tokens, of which the last but one may be shorter.
 
-    The last tokens are in one block, as many policies select by them. With anchor "end", the first block is shorter. With
-    "start", the last but one is, so that equal beginnings of prompts have equal blocks.
+    So equal beginnings of prompts have equal blocks. The last tokens are in one block, as many policies select by them.
     """
     length = len(prompt)
-    if anchor == "end":
-        borders = [*range(length % size or min(size, length), length + 1, size)]
-    else:
-        borders = [*range(size, length - size + 1, size), *([length - size] if length > size else []), length]
-    borders = sorted(set(borders))
+    whole = range(size, length - size + 1, size)
+    borders = sorted({*whole, max(length - size, 0), length} - {0})
     return [prompt[start:end] for start, end in zip([0, *borders[:-1]], borders, strict=True)]
 
 
