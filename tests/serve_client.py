@@ -57,7 +57,7 @@ class Client:
         self.server = server_of()
         self.app: Any = make_app(self.server)
 
-    def run(self, work: Any, timeout: float = 60.0) -> Any:
+    def run(self, work: Any, timeout: float = 300.0) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def begin(self) -> None:
@@ -143,7 +143,7 @@ class Client:
 
         return self.run(all_of())
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 50.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
         async def wait() -> None:
             async with asyncio.timeout(seconds):
                 while not condition():

@@ -110,7 +110,7 @@ def test_a_server_as_a_process(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvjax", "serve", str(checkpoint), "--policy", "treekv:16", "--name", "small"]
     process = subprocess.Popen([*command, *sizes], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
-        for _ in range(600):
+        for _ in range(2000):
             try:
                 if request(port, "GET", "/ready")[0] == 200:
                     break
