@@ -71,7 +71,7 @@ def check(client: Client, path: str, body: Any) -> None:
 
 
 @hypothesis.given(REQUEST)
-@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 def test_random_requests(client: Client, request: tuple[str, Any]) -> None:
     check(client, *request)
 
