@@ -31,7 +31,7 @@ ROWS = (
     ("kvjax.analysis",),
     ("kvjax.evals",),
     ("kvjax.bench",),
-    ("kvjax.planning",),
+    ("kvjax.planning", "kvjax.serve"),
     ("kvjax",),
     ("kvjax.cli",),
     ("kvjax.__main__",),

@@ -23,6 +23,7 @@ class Wish:
     blocks: int = 1
     stops: int | None = None
     given: tuple[int, ...] = ()
+    grammar: Any = None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -38,11 +39,13 @@ class FakeBatch:
     """What `Batch` does, in lists. It checks that a row is inserted into only when its tokens are not waited for."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
+        self.rows, self.reused = rows, 0
         self.fails = ""
         self.reset()
 
     def reset(self) -> None:
+        self.restricted: dict[int, int] = {}
+        self.grammars: dict[int, int] = {}
         self.left: list[list[int]] = [[] for _ in range(self.rows)]
         self.live = [False] * self.rows
 
@@ -56,14 +59,26 @@ class FakeBatch:
             self._check("reading")
             yield job, left == 0
 
-    def insert(self, reading: Wish, job: Wish, row: int) -> Any:
+    def insert(self, reading: Wish, job: Wish, row: int, allowed: Any = None) -> Any:
         self._check("insert")
         assert reading is job
         assert not self.live[row]
         first, *rest = job.tokens
+        self.grammars.pop(row, None)
+        if job.grammar:
+            assert allowed == 0
+            self.grammars[row] = 0 if job.given else 1
         self.left[row] = [first, *rest] if job.given else rest
         self.live[row] = bool(self.left[row])
         return First(np.asarray([first]), np.asarray([0.0]))
+
+    def allowed(self, job: Wish, tokens: list[int]) -> int:
+        """What a grammar returns: here, how many tokens it has seen."""
+        self._check("allowed")
+        return len(tokens)
+
+    def restrict(self, allowed: dict[int, int]) -> None:
+        self.restricted = dict(allowed)
 
     def release(self, row: int) -> None:
         assert not self.live[row]
@@ -72,6 +87,10 @@ class FakeBatch:
         self._check("serve")
         for row in stop:
             self.live[row] = False
+        for row in self.grammars:
+            if self.live[row]:
+                assert (count, self.restricted[row]) == (1, self.grammars[row])
+                self.grammars[row] += 1
         tokens, filled, steps, begun = np.zeros((self.rows, count), int), np.zeros(self.rows, int), 0, sum(self.live)
         while steps < count and any(self.live) and not (leave and sum(self.live) < begun):
             for row in np.flatnonzero(self.live):
@@ -105,9 +124,15 @@ class Schedules(RuleBasedStateMachine):
         self.tickets: list[Ticket] = []
         self.broken = self.cancelled = 0
 
-    @rule(new=st.integers(1, 9), blocks=st.integers(1, 4), stops=st.none() | st.integers(1, 9), given=st.booleans())
-    def submit(self, new: int, blocks: int, stops: int | None, given: bool) -> None:
-        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else ())
+    @rule(
+        new=st.integers(1, 9),
+        blocks=st.integers(1, 4),
+        stops=st.none() | st.integers(1, 9),
+        given=st.booleans(),
+        grammar=st.sampled_from([None, None, "g"]),
+    )
+    def submit(self, new: int, blocks: int, stops: int | None, given: bool, grammar: str | None) -> None:
+        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else (), grammar)
         self.tickets.append(self.scheduler.submit(wish))
 
     @rule(new=st.integers(1, 9), samples=st.integers(1, 5))
@@ -127,7 +152,7 @@ class Schedules(RuleBasedStateMachine):
             self.cancelled += ticket.ended is None
             self.scheduler.cancel(ticket)
 
-    @rule(what=st.sampled_from(["reading", "insert", "serve"]), data=st.data())
+    @rule(what=st.sampled_from(["reading", "insert", "serve", "allowed"]), data=st.data())
     def break_down(self, what: str, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.batches)).fails = what
         self.broken += 1
@@ -249,6 +274,19 @@ def test_a_batch_that_fails_begins_anew() -> None:
         scheduler.turn()
     assert lost.ended == "failed"
     assert (waits.ended, waits.tokens) == ("length", [1000, 1001])
+
+
+def test_a_grammar_that_fails_ends_its_job_alone() -> None:
+    batch = FakeBatch(2)
+    scheduler = Scheduler(batch, steps=4)
+    good, bad = scheduler.submit(Wish(0, 5)), scheduler.submit(Wish(1000, 5, grammar="g"))
+    scheduler.turn()
+    batch.fails = "allowed"
+    while scheduler.busy:
+        scheduler.turn()
+    assert (good.ended, good.tokens) == ("length", [0, 1, 2, 3, 4])
+    assert (bad.ended, str(bad.error)) == ("failed", "allowed failed")
+    assert 1 <= len(bad.tokens) < 5
 
 
 @pytest.mark.parametrize("policy", ["full", "rkv:40"])

@@ -12,6 +12,7 @@ from kvjax._version import __version__
 
 from .bench import bench
 from .calibrate import calibrate
+from .chat import chat
 from .command import Command
 from .compare import compare
 from .convert import convert
@@ -22,6 +23,7 @@ from .inspect import inspect
 from .plan import plan
 from .policies import policies
 from .recommend import recommend
+from .serve import serve
 from .signature import command
 
 app = typer.Typer(
@@ -32,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, convert, policies, inspect, plan, draw, calibrate, compare, recommend, bench):
+for function in (generate, chat, convert, policies, inspect, plan, draw, calibrate, compare, recommend, bench, serve):
     app.command(cls=Command)(command(function))
 app.command("eval", cls=Command)(command(evaluate))
 

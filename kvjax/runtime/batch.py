@@ -9,7 +9,7 @@ Nothing here waits for the device. `kvjax.runtime.scheduler` decides what happen
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -30,8 +30,9 @@ from kvjax.runtime import rows as programs
 from kvjax.runtime.engine import Engine, blocks, program_bytes
 from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.mesh import on_host, saved
+from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
-from kvjax.runtime.sampling import Greedy, Sampler, Sampling
+from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
 
 READ_PARTS = 1, 2, 3, 4, 6, 8
 """Eighths of the longest prompt that prompts are padded to when they are read whole. There is a program for each."""
@@ -51,6 +52,9 @@ class Job:
         seed: sampling seed, 0 to 2**32 - 1.
         ends: token ids that end the sequence.
         sampler: how tokens are sampled, with one number for each option.
+        grammar: restricts the tokens, for batches with `masked`. It serves this job alone.
+        share: with whom it may share stored states of prompts, for batches with `prefixes`: jobs with equal values, such
+            as text. None shares none.
     """
 
     prompt: Sequence[int]
@@ -59,6 +63,8 @@ class Job:
     seed: int = 0
     ends: Sequence[int] = ()
     sampler: Greedy | Sampling = Greedy()  # noqa: RUF009 - has no fields
+    grammar: Grammar | None = None
+    share: str | None = None
 
     @property
     def total(self) -> int:
@@ -95,6 +101,9 @@ class Batch:
 
     Nothing is allocated before the first row is inserted.
 
+    Attributes:
+        reused: number of tokens of the prompt begun last whose state was stored.
+
     Args:
         model, policy, budget, dtype, mesh: as for `kvjax.Engine`. The policy must not be `offloaded`, and the mesh must
             not have an axis "data".
@@ -107,6 +116,11 @@ class Batch:
         ends: maximum number of end tokens of a job.
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
         scaled_logprobs: whether log-probabilities are those of logits / temperature.
+        masked: whether jobs may have grammars.
+        anchor: where the blocks of chunked prefill are counted from. With "end", as in `kvjax.generate`, the first block may be
+            shorter; with "start", the last but one, see `kvjax.runtime.prefixes.blocks_from_start`.
+        prefixes: maximum number of states of prompts' beginnings that are stored on the device, besides the rows. They need
+            chunked prefill with anchor "start".
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
@@ -131,6 +145,9 @@ class Batch:
         ends: int = 8,
         sampling: Collection[str] = (),
         scaled_logprobs: bool = False,
+        masked: bool = False,
+        anchor: Anchor = "end",
+        prefixes: int = 0,
         read_sizes: Sequence[int] | None = None,
         mixed: bool = True,
         dtype: Any = None,
@@ -158,7 +175,14 @@ class Batch:
         self.specs = tuple(dataclasses.replace(spec, mixed=mixed or rows > 1) for spec in self.engine.specs)
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
-        self.sampling, self.scaled_logprobs = frozenset(sampling), scaled_logprobs
+        self.sampling, self.scaled_logprobs, self.masked = frozenset(sampling), scaled_logprobs, masked
+        if prefixes and not (self.engine.block and anchor == "start"):
+            raise ValueError(
+                f"prefixes={prefixes}, but states are stored only between blocks that are counted from the start; give block, and anchor='start'"
+            )
+        self.anchor: Anchor = anchor
+        self.prefixes, self._fractions = Prefixes(prefixes), has_fractions(self.policy)
+        self.reused = 0
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
         self.read_sizes = sorted({min(size, longest) for size in (*(read_sizes or parts), longest)})
@@ -178,6 +202,7 @@ class Batch:
             ValueError: as `Engine.of`.
         """
         self.engine = self.engine.of(params)
+        self.prefixes.clear()
 
     def check(self, job: Job) -> None:
         """Raise `ValueError` if a job does not fit this batch."""
@@ -187,6 +212,7 @@ class Batch:
             ("given and new tokens are", after, 1, spec.new_tokens, "max_new_tokens"),
             ("given tokens are", len(job.given), 0, self.given, "given"),
             ("end tokens are", len(job.ends), 0, self.ends, "ends"),
+            ("grammars are", int(job.grammar is not None), 0, int(self.masked), "masked"),
         ):
             if not least <= number <= most:
                 raise ValueError(
@@ -211,44 +237,95 @@ class Batch:
 
     def read_blocks(self, job: Job) -> Iterator[Reading]:
         """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
-        self.check(job)
-        total = _numbers([job.total])
-        logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
-        reading = programs.begin(self.policy, self.reader, total, logits)
-        for block in blocks([job.prompt], self.engine.block):
-            given = decoding.padded(block, self.engine.block)
-            reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
+        for reading, _ in self._read_blocks(job):
             yield reading
+
+    def _read_blocks(self, job: Job) -> Iterator[tuple[Reading, bool]]:
+        self.check(job)
+        size, total = self.engine.block, _numbers([job.total])
+        if self.anchor == "start":
+            parts = blocks_from_start(job.prompt, size)
+        else:
+            parts = [part for (part,) in blocks([job.prompt], size)]
+        keys: list[bytes] = []
+        if self.prefixes.most and job.share is not None:
+            keys = keys_of(parts, size, job.share, job.total if self._fractions else None)
+        done, reading, keep = self.prefixes.plan(keys)
+        self.reused = done * size
+        if reading is None:
+            logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
+            reading = programs.begin(self.policy, self.reader, total, logits)
+        else:  # the next block uses its reading up
+            reading = programs.copy(self.policy, self.reader, reading)
+        for i, part in enumerate(parts[done:], done + 1):
+            given = decoding.padded([part], size)
+            reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
+            if i == keep:
+                self.prefixes.put(keys[i - 1], programs.copy(self.policy, self.reader, reading))
+            yield reading, i == len(parts)
 
     def reading(self, job: Job) -> Iterator[tuple[Reading, bool]]:
         """Prefill a job's prompt, whole or in blocks. Yields the reading after each part, and whether it is complete."""
-        if not self.engine.block:
+        if self.engine.block:
+            yield from self._read_blocks(job)
+        else:
             yield self.read(job), True
-            return
-        left = -(-len(job.prompt) // self.engine.block)
-        for reading in self.read_blocks(job):
-            left -= 1
-            yield reading, left == 0
 
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
-        self.free()
+        self._free_rows()
         self.state = programs.empty(self.policy, self.specs, self._request([]))
 
     def free(self) -> None:
-        """Free the memory of all rows."""
+        """Free the memory of all rows and stored states."""
+        self._free_rows()
+        self.prefixes.clear()
+
+    def _free_rows(self) -> None:
         state, self.state = self.state, None
         for leaf in jax.tree.leaves((state, self._nothing)):
-            leaf.delete()
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
         self._nothing = None
 
-    def insert(self, reading: Reading, job: Job, row: int) -> First:
-        """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again."""
+    def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None) -> First:
+        """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again.
+
+        Args:
+            reading: the prompt.
+            job: what to do.
+            row: the row.
+            allowed: what `allowed` returned for the first token, if the job has a grammar.
+        """
         if self.state is None:
             self.reset()
-        request, to = self._request([job]), _numbers([row])
+        request, to = self._request([job], allowed), _numbers([row])
         self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, request, to)
         return First(*_on_the_way(first))
+
+    def allowed(self, job: Job, tokens: Sequence[int]) -> Any:
+        """Bits of the tokens that a job's grammar allows after those that it has sampled. To be called once for each token.
+
+        Raises:
+            ValueError: the grammar returned no bits, or none that is set.
+        """
+        assert job.grammar is not None
+        return checked_bits(job.grammar(tokens), self.engine.config.vocab_size, "the grammar of a job")
+
+    def restrict(self, allowed: Mapping[int, Any]) -> None:
+        """Set which tokens some rows may sample in the next step. Other rows are not restricted.
+
+        Args:
+            allowed: for each row, what `allowed` returned.
+        """
+        assert self.state is not None
+        bits = self._all_allowed(self.rows)
+        for row, own in allowed.items():
+            bits[row] = own
+        request = self.state.request
+        sampler: Any = request.sampler
+        request = dataclasses.replace(request, sampler=dataclasses.replace(sampler, allowed=bits))
+        self.state = dataclasses.replace(self.state, request=request)
 
     def release(self, row: int) -> None:
         """Empty a row that has ended, so that attention does not read its tokens any longer."""
@@ -312,7 +389,9 @@ class Batch:
         model = self.policy, self.reader, self.weights
         if self.engine.block:
             block = shape((1, self.engine.block), jnp.int32)
-            read = [(programs.read_block, (*model, reading, block, one, one))]
+            read: list[tuple[Any, tuple[Any, ...]]] = [(programs.read_block, (*model, reading, block, one, one))]
+            if self.prefixes.most:
+                read.append((programs.copy, (self.policy, self.reader, reading)))
         else:
             sizes = sorted({self.read_size(length) for length in lengths})
             read = [(programs.read, (*model, shape((1, size), jnp.int32), one, one)) for size in sizes]
@@ -324,10 +403,11 @@ class Batch:
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
         weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
-        return max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
+        stored = self.row_bytes * self.prefixes.most
+        return stored + max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
 
-    def _request(self, jobs: Sequence[Job]) -> Request:
-        """The jobs as arrays; without jobs, one row each that asks for nothing."""
+    def _request(self, jobs: Sequence[Job], allowed: Any = None) -> Request:
+        """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` is for a single job."""
         count = len(jobs) or self.rows
         given: Any = np.zeros((count, self.given), np.int32)
         ends: Any = np.full((count, self.ends), -1, np.int32)  # arrays are NumPy's: programs take them faster
@@ -339,10 +419,21 @@ class Batch:
             seed=seeds,
             limit=_numbers([job.total for job in jobs] or [0] * count),
             ends=ends,
-            sampler=self._sampler([job.sampler for job in jobs] or [Greedy()] * count),
+            sampler=self._masked(self._sampler([job.sampler for job in jobs] or [Greedy()] * count), count, allowed),
             given=given,
             given_count=_numbers([len(job.given) for job in jobs] or [0] * count),
         )
+
+    def _masked(self, sampler: Sampler, count: int, allowed: Any) -> Sampler:
+        if not self.masked:
+            return sampler
+        bits = self._all_allowed(count)
+        if allowed is not None:
+            bits[0] = allowed
+        return Masked(sampler, bits)
+
+    def _all_allowed(self, count: int) -> Any:
+        return np.full((count, -(-self.engine.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
 
     def _sampler(self, samplers: Sequence[Greedy | Sampling]) -> Sampler:
         """One sampler with a number per row for each option that jobs of this batch have."""

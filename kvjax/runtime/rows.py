@@ -130,6 +130,10 @@ def _read_block(
     return Reading(after_block(layers, caches), logits, reading.pos + count)
 
 
+def _copy(policy: Policy, specs: Specs, reading: Reading) -> Reading:
+    return jax.tree.map(jnp.copy, reading)
+
+
 def _insert(
     policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
 ) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"]]:
@@ -252,6 +256,9 @@ read_block = Program(
     partition=_over_mesh((partitions, _reading_partitions, ROWS, ROWS, ROWS), _reading_partitions),
 )
 """`read_block(policy, specs, params, reading, tokens, count, total)`: prefill the next block [R, S]. The old reading is used up."""
+
+copy = Program(_copy, static=2, partition=_over_mesh((_reading_partitions,), _reading_partitions))
+"""`copy(policy, specs, reading)`: another reading with the same content."""
 
 insert = Program(
     _insert,

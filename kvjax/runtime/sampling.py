@@ -227,12 +227,22 @@ class Constrained(RequestSampler):
         for row, i, sampled in zip(bits, numbers, tokens, strict=True):
             grammar = None if i is None else self.grammars[i]
             if grammar is not None:
-                row[:] = _bits(grammar(sampled), width, vocabulary, f"the grammar of prompt {i}")
+                row[:] = checked_bits(grammar(sampled), vocabulary, f"the grammar of prompt {i}")
         return Masked(self.sampler, jnp.asarray(bits))
 
 
-def _bits(given: Any, width: int, vocabulary: int, name: str) -> np.ndarray:
-    found = np.asarray(given)
+def checked_bits(given: Any, vocabulary: int, name: str) -> np.ndarray:
+    """The bits that a grammar has returned, as `Masked.allowed` has them for one row, [W].
+
+    Args:
+        given: the bits.
+        vocabulary: V.
+        name: what the grammar is called in messages.
+
+    Raises:
+        ValueError: these are no bits, or they allow no token of the vocabulary.
+    """
+    found, width = np.asarray(given), -(-vocabulary // 32)
     if found.ndim != 1 or str(found.dtype) not in ("uint32", "int32") or len(found) > width:
         raise ValueError(
             f"{name} returned {found.dtype}{list(found.shape)}; return up to {width} numbers of 32 bits, uint32 or int32, "

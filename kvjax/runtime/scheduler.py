@@ -7,7 +7,8 @@
             ...  # has new tokens, or has ended
 
 A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
-before. So the device always has work while the host reads tokens.
+before. So the device always has work while the host reads tokens. While a row has a grammar, a call is one step, whose
+result is taken at once.
 """
 
 import dataclasses
@@ -29,6 +30,8 @@ class Job(Protocol):
     def given(self) -> Any: ...
     @property
     def ends(self) -> Any: ...
+    @property
+    def grammar(self) -> Any: ...
 
 
 class Runner(Protocol):
@@ -36,8 +39,12 @@ class Runner(Protocol):
 
     @property
     def rows(self) -> int: ...
+    @property
+    def reused(self) -> int: ...
     def reading(self, job: Any) -> Iterator[Any]: ...
-    def insert(self, reading: Any, job: Any, row: int) -> Any: ...
+    def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
+    def allowed(self, job: Any, tokens: Any) -> Any: ...
+    def restrict(self, allowed: Any) -> None: ...
     def serve(self, count: int, stop: Any = (), *, leave: bool = False) -> Any: ...
     def release(self, row: int) -> None: ...
     def reset(self) -> None: ...
@@ -52,6 +59,7 @@ class Ticket:
         tokens, logprobs: sampled tokens so far, and their log-probabilities.
         ended: why the sequence ended; None while it waits or runs.
         error: the error, if it failed.
+        reused: number of prompt tokens whose state was stored, see `kvjax.runtime.prefixes`.
     """
 
     job: Any
@@ -59,6 +67,7 @@ class Ticket:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     ended: Ended | None = None
     error: Exception | None = None
+    reused: int = 0
 
 
 class _Started(NamedTuple):
@@ -93,6 +102,7 @@ class Scheduler:
         most_rows: number of rows to fill.
         row_steps: number of rows times steps so far.
         delivered: how many of them sampled a token.
+        lost: the error of the last turn, if it ended all running jobs; None if it did not.
     """
 
     def __init__(
@@ -115,6 +125,7 @@ class Scheduler:
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
         self.row_steps = self.delivered = 0
+        self.lost: Exception | None = None
 
     @property
     def busy(self) -> bool:
@@ -162,12 +173,40 @@ class Scheduler:
         Returns:
             Jobs with new tokens, or that have ended.
         """
+        self.lost = None
         try:
             self._fill()
             self._release()
-            return self._take(keep_last=self._dispatch())
+            if any(ticket.job.grammar is not None for ticket in self._owners.values()):
+                return self._turn_by_step()
+            return self._take(keep_last=self._dispatch(self.steps))
         except Exception as error:
+            self.lost = error
             return self._fail(error)
+
+    def _turn_by_step(self) -> list[Ticket]:
+        """Dispatch a single step, and take its results, as grammars have to see each token before the next."""
+        changed = self._take(keep_last=False)
+        allowed: dict[int, Any] = {}
+        for row, ticket in self._owners.items():
+            if ticket.job.grammar is not None and ticket.ended is None:
+                bits = self._allowed(ticket)
+                if bits is None:
+                    changed.append(ticket)
+                else:
+                    allowed[row] = bits
+        self.batch.restrict(allowed)
+        self._dispatch(1)
+        changed += self._take(keep_last=False)
+        return list({id(ticket): ticket for ticket in changed}.values())
+
+    def _allowed(self, ticket: Ticket) -> Any:
+        """The tokens that a job's grammar allows now; None if it fails, which ends this job alone."""
+        try:
+            return self.batch.allowed(ticket.job, ticket.tokens)
+        except Exception as error:
+            ticket.ended, ticket.error = "failed", error
+            return None
 
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""
@@ -188,10 +227,14 @@ class Scheduler:
                 self._ready = None
             if ticket.ended is not None:
                 continue
+            allowed = None if ticket.job.grammar is None else self._allowed(ticket)
+            if ticket.ended is not None:
+                self._under_way.append(_Started(ticket, None))
+                continue
             row = self._free.pop()
             self._ended.discard(row)
             self._owners[row] = ticket
-            first = self.batch.insert(reading, ticket.job, row)
+            first = self.batch.insert(reading, ticket.job, row, allowed)
             if not len(ticket.job.given):
                 self._under_way.append(_Started(ticket, first))
 
@@ -219,6 +262,8 @@ class Scheduler:
                 self._under_way.append(_Started(ticket, None))
             return True
         if complete:
+            for ticket in tickets:
+                ticket.reused = self.batch.reused
             self._ready, self._reading = (tickets, reading), None
         return True
 
@@ -230,15 +275,15 @@ class Scheduler:
         if not self.waiting:
             self._ended.clear()
 
-    def _dispatch(self) -> bool:
+    def _dispatch(self, steps: int) -> bool:
         """Dispatch a call that decodes, if there are rows for it. Returns whether another one may follow it."""
         live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
         stop = [row for row, ticket in live.items() if ticket.ended is not None]
         self._stopped.update(stop)
         leave = bool(self._waiting or self._reading or self._ready)
         if live:
-            self._under_way.append(_Served(dict(live), self.batch.serve(self.steps, stop, leave=leave)))
-        return any(ticket.ended is None and (leave or self._left(ticket) > self.steps) for ticket in live.values())
+            self._under_way.append(_Served(dict(live), self.batch.serve(steps, stop, leave=leave)))
+        return any(ticket.ended is None and (leave or self._left(ticket) > steps) for ticket in live.values())
 
     def _take(self, *, keep_last: bool) -> list[Ticket]:
         """Take all results, or all but those of the last call, which the device may still compute."""

@@ -30,7 +30,7 @@ def test_version(environment: dict[str, str], tmp_path: Path) -> None:
 def test_help_does_not_wait_for_jax(environment: dict[str, str]) -> None:
     script = (
         "import sys; from typer.testing import CliRunner; from kvjax.cli import app\n"
-        "for command in ([], ['generate'], ['convert'], ['policies'], ['inspect'], ['plan'], ['draw']):\n"
+        "for command in ([], ['generate'], ['convert'], ['policies'], ['inspect'], ['plan'], ['draw'], ['serve'], ['chat']):\n"
         "    assert 'Usage' in CliRunner().invoke(app, [*command, '--help']).stdout\n"
         "print(*sorted({'jax', 'numpy', 'flax', 'matplotlib', 'tokenizers'} & set(sys.modules)))"
     )

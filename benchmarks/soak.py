@@ -1,0 +1,278 @@
+"""Keep a server of a tiny model under load, with clients that misbehave, and check what it promises.
+
+    python -m benchmarks.soak --seconds 90
+
+32 clients send requests whose answers are known from an idle server. Some close the connection early, some send what is
+no request, some read slowly, and now and then many send at once. In the middle the server gets SIGTERM, has to end well,
+and starts again. Prints one JSON object, and exits with 1 if a check fails:
+
+- every answer equals that of the idle server: tokens, and log-probabilities bit for bit;
+- every request ends with an answer, a refusal that names the reason, or a closed connection during the restart;
+- nothing is compiled once the server is ready;
+- memory of the server's process after a warm-up grows by less than 1 % or 16 MB;
+- `/health` answers within 100 ms, for 99 % of the calls.
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serving import RefusedError, events
+
+CLIENTS = 32
+VOCABULARY, TOTAL, NEW = 64, 192, 32
+BURST = 160
+"""Requests that are sent at once: ten times the queue."""
+
+MALFORMED = b"{", b"[]", b'{"prompt": [99999]}', b'{"prompt": [1], "beams": 2}', b'{"prompt": "text"}', b"\xff" * 999
+OPTIONS = {
+    "--policy": "treekv:32",
+    "--rows": 4,
+    "--max-total-tokens": TOTAL,
+    "--max-new-tokens": NEW,
+    "--prefill-block": 32,
+    "--max-queue": 16,
+    "--name": "soak",
+    "--steps": 4,
+}
+"""Options of the server."""
+
+
+def save_model(path: Path) -> None:
+    """A random model without tokenizer."""
+    import jax
+
+    import kvjax
+    from kvjax.config import ModelConfig, RopeConfig
+    from kvjax.models import init
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    rope = RopeConfig(theta=10000.0, dim=16)
+    config = ModelConfig.uniform("llama", **sizes, num_kv_heads=2, head_dim=16, max_position=512, rope=rope)
+    kvjax.save(init(config, jax.random.key(0)), path, format="safetensors")
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Requests, half of which begin alike."""
+    draw = np.random.default_rng(0)
+    shared = draw.integers(0, VOCABULARY, 70).tolist()
+    found: list[dict[str, Any]] = []
+    for i in range(24):
+        prompt = (shared if i % 2 else []) + draw.integers(0, VOCABULARY, int(draw.integers(1, 60))).tolist()
+        sampled = {"temperature": 0.8 * (i % 3), "seed": i, "max_tokens": int(draw.integers(1, NEW + 1))}
+        found.append(
+            {"prompt": prompt, **sampled, "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "stream": True}
+        )
+    return found
+
+
+class Server:
+    """The server's process."""
+
+    def __init__(self, model: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        options = [str(each) for option in (OPTIONS | {"--port": self.port}).items() for each in option]
+        self._command = [sys.executable, "-m", "kvjax", "serve", str(model), *options]
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command)
+        while self.get("/ready") is None:
+            if self.process.poll() is not None:
+                raise SystemExit(f"the server ended with {self.process.returncode}")
+            time.sleep(0.2)
+
+    def get(self, path: str) -> str | None:
+        """What a route answers; None if it is not 200."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.read().decode()
+        except (urllib.error.URLError, OSError):
+            return None
+
+    def value(self, name: str) -> float:
+        """A metric."""
+        lines = (self.get("/metrics") or "").splitlines()
+        return float(next(line for line in lines if line.startswith(f"kvjax:{name}{{")).split()[-1])
+
+    def memory(self) -> int:
+        """Bytes of the process's memory."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+async def ask(url: str, body: bytes, *, leave_after: int | None = None, pause: float = 0.0) -> tuple[Any, ...] | None:
+    """Token ids and log-probabilities of an answer; None if the client has left before its end."""
+    ids, logprobs, count = [], [], 0
+    async with contextlib.aclosing(events(url, "", body)) as stream:
+        async for data in stream:
+            if data == b"[DONE]":
+                return tuple(ids), tuple(logprobs)
+            (choice,) = json.loads(data)["choices"]
+            ids += choice["token_ids"]
+            logprobs += choice["logprobs"]["token_logprobs"]
+            count += 1
+            if leave_after is not None and count > leave_after:
+                return None
+            await asyncio.sleep(pause)
+    raise EOFError("a stream without an end")
+
+
+class Clients:
+    """Clients, and what has come of their requests."""
+
+    def __init__(self, url: str, expected: list[Any]) -> None:
+        self._url, self._expected = url, expected
+        self._bodies = [json.dumps(body).encode() for body in bodies()]
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+        self.closing = False
+
+    async def one(self, draw: random.Random) -> None:
+        """Send one request of a random kind."""
+        kind, i = draw.random(), draw.randrange(len(self._bodies))
+        try:
+            if kind < 0.01:
+                await ask(self._url, draw.choice(MALFORMED))
+                self.wrong.append("a malformed request was answered")
+            elif kind < 0.06:
+                left = await ask(self._url, self._bodies[i], leave_after=draw.randrange(3))
+                self.counts["left" if left is None else "answered"] += 1
+            else:
+                found = await ask(self._url, self._bodies[i], pause=0.2 if kind > 0.97 else 0.0)
+                self.counts["answered"] += 1
+                if found != self._expected[i]:
+                    self.wrong.append(f"answer {i} differs from that of the idle server")
+        except RefusedError as error:
+            name = "malformed" if kind < 0.01 and 400 <= error.status < 500 else f"refused {error.status}"
+            self.counts[name] += 1
+            if name not in ("malformed", "refused 503"):
+                self.wrong.append(f"a request was refused: {error}")
+        except (OSError, EOFError, KeyError, ValueError) as error:
+            self.counts["connection closed"] += 1
+            if not self.closing:
+                self.wrong.append(f"a connection failed: {error!r}")
+
+    async def run(self, seconds: float, seed: int) -> None:
+        """Send requests for a time, with a burst in the middle of it."""
+        end = time.monotonic() + seconds
+
+        async def loop(number: int) -> None:
+            draw = random.Random(seed * 1000 + number)
+            while time.monotonic() < end:
+                await self.one(draw)
+                await asyncio.sleep(draw.random() * 0.05)
+
+        async def burst() -> None:
+            await asyncio.sleep(seconds / 2)
+            await asyncio.gather(*(self.one(random.Random(-i)) for i in range(BURST)))
+
+        await asyncio.gather(burst(), *(loop(number) for number in range(CLIENTS)))
+
+
+def probe(url: str, seconds: float) -> list[float]:
+    """Seconds that calls of `/health` take, from a process that does nothing else."""
+    found, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        begun = time.perf_counter()
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
+            response.read()
+        found.append(time.perf_counter() - begun)
+        time.sleep(0.1)
+    return found
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[None]:
+    """A started server, which is killed if an error leaves it running."""
+    server.start()
+    try:
+        yield
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+
+
+def main() -> None:
+    """Run the soak and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=90)
+    seconds = parser.parse_args().seconds / 3
+    row: dict[str, Any] = {"seconds": 3 * seconds}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder) / "model")
+        server = Server(Path(folder) / "model")
+        with running(server), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as prober:
+            prober.submit(os.getpid).result()  # it begins, before the clients give way to it and to the server
+            os.nice(10)
+            compiled = server.value("compilations_total")
+            expected = [asyncio.run(ask(server.url, json.dumps(body).encode())) for body in bodies()]
+            clients = Clients(server.url, expected)
+            asyncio.run(clients.run(seconds, 1))
+            row["memory_warm"] = server.memory()
+            probed = prober.submit(probe, server.url, seconds)
+            asyncio.run(clients.run(seconds, 2))
+            health = probed.result()
+            row["memory_end"] = server.memory()
+            row["compiled"] = server.value("compilations_total") - compiled
+
+            async def ending() -> None:
+                task = asyncio.create_task(clients.run(2.0, 3))
+                await asyncio.sleep(0.5)
+                clients.closing = True
+                server.process.send_signal(signal.SIGTERM)
+                await task
+
+            asyncio.run(ending())
+            row["exit_code"] = server.process.wait(60)
+        clients.closing = False
+        with running(server):
+            asyncio.run(clients.run(max(seconds - 10, 5), 4))
+            row["running_at_end"] = server.value("num_requests_running")
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(60)
+    row |= {
+        "requests": dict(clients.counts),
+        "wrong": clients.wrong[:10],
+        "health_p99": float(np.percentile(health, 99)),
+    }
+    row["checks"] = {
+        "answers and refusals": not clients.wrong and clients.counts["answered"] > 0,
+        "compilations": row["compiled"] == 0,
+        "memory": row["memory_end"] - row["memory_warm"] < max(0.01 * row["memory_warm"], 16e6),
+        "health": row["health_p99"] <= 0.1,
+        "ends well": row["exit_code"] == 0 and row["running_at_end"] == 0,
+    }
+    print(json.dumps(row, indent=1))
+    sys.exit(not all(row["checks"].values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""From requests to jobs: prompts are tokenised and options are checked."""
+
+import dataclasses
+import functools
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.conversion.tokenizer import Tokenizer
+from kvjax.models import Params
+from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.prompts import for_chat, token_ids
+from kvjax.runtime.request import Request, check_request, row_seeds
+
+from .errors import APIError
+from .grammar import Grammars, JsonGrammar
+from .parsing import Parsing
+from .reasoning import is_open, thinks
+from .schema import ChatRequest, CompletionRequest, Message, Sampled, TokenizeRequest
+from .settings import Settings
+from .tools import tool_format
+
+COMPLETION_TOKENS = 16
+"""Default `max_tokens` of `/v1/completions`, as OpenAI's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request, and the sequences that continue it.
+
+    Attributes:
+        ids: token ids.
+        requests: options of each sequence.
+        parsing: how the text of each is parsed.
+        grammar: restricts the tokens of each; None if they are free.
+        share: with whom states of the prompt may be shared, as `kvjax.runtime.batch.Job` has it.
+    """
+
+    ids: Sequence[int]
+    requests: Sequence[Request]
+    parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
+    grammar: JsonGrammar | None = None
+    share: str | None = None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """A job for each sequence."""
+        return [
+            Job(
+                self.ids,
+                each.max_new_tokens,
+                seed=each.seed,
+                ends=each.ends,
+                sampler=each.sampler,
+                grammar=None if self.grammar is None else self.grammar.copy(),
+                share=self.share,
+            )
+            for each in self.requests
+        ]
+
+
+class Preparer:
+    """Makes jobs of requests. Its methods may run in any thread.
+
+    Args:
+        params: the model. Its weights are not used.
+        batch: the batch that the jobs are for. Only its sizes are used.
+        settings: limits.
+    """
+
+    def __init__(self, params: Params, batch: Batch, settings: Settings) -> None:
+        self.params, self._settings = params, settings
+        self.longest, self.most_new = batch.specs[0].prompt_len, batch.specs[0].new_tokens
+        self._sampling, self._ends, self._masked = batch.sampling, batch.ends, batch.masked
+        self._characters = 0 if params.tokenizer is None else self.longest * _longest_token(params.tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+        return self.params.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raise if a request names another model."""
+        if name is not None and name != self._settings.name:
+            raise APIError(
+                404,
+                f"the model {name!r} is not served here; the model is {self._settings.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_count(self, request: Sampled, prompts: int, most: int) -> int:
+        """Number of sequences of a request. Raises if the server can never run as many together."""
+        count = prompts * (request.n or 1)
+        if count > most:
+            raise APIError(
+                400, f"{count} sequences are asked for; this server takes at most {most} in a request", param="n"
+            )
+        return count
+
+    def completion(self, request: CompletionRequest, client: str) -> list[Prompt]:
+        """Prompts of a request to `/v1/completions` by a client, which an API key identifies."""
+        prompts = listed(request.prompt)
+        options = self._options(request, request.max_tokens or min(COMPLETION_TOKENS, self.most_new))
+        found: list[Prompt] = []
+        for prompt in prompts:
+            self._check_size(prompt, "prompt")
+            ids = self._ids(self.params, prompt, "prompt")
+            found.append(self._prompt(request, ids, options, len(found) * (request.n or 1), client))
+        return found
+
+    def chat(self, request: ChatRequest, client: str) -> Prompt:
+        """Prompt of a request to `/v1/chat/completions` by a client."""
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise APIError(400, "send max_completion_tokens or max_tokens, not both", param="max_completion_tokens")
+        arguments, kind = dict(request.chat_template_kwargs or {}), None
+        if request.tools and request.tool_choice != "none":
+            kind = tool_format(None if self.tokenizer is None else self.tokenizer.chat_template)
+            if kind is None:
+                raise APIError(400, "the format in which this model calls tools is not known; omit it", param="tools")
+            if "tools" in arguments:
+                raise APIError(400, "chat_template_kwargs has tools, too; omit it there", param="chat_template_kwargs")
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        ids = self.chat_ids(request.messages, arguments or None)
+        assert self.tokenizer is not None
+        parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
+        most = request.max_completion_tokens or request.max_tokens or self.most_new
+        prompt = self._prompt(request, ids, self._options(request, most), 0, client)
+        return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing))
+
+    def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
+        schema = request.response_format and request.response_format.schema_of_text
+        if schema is None:
+            return None
+        for name in ("ignore_eos", "tools"):
+            if getattr(request, name):
+                raise APIError(400, f"response_format and {name} are not supported together", param="response_format")
+        if not self._masked or self.grammars is None:
+            raise APIError(400, "this server has no grammars; send text", param="response_format")
+        return self.grammars.json(schema, thoughts=parsing.thoughts, opened=parsing.opened)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars | None:
+        """Makes grammars; None if the model has no tokenizer. It takes a second to make them for a large vocabulary."""
+        if self.tokenizer is None:
+            return None
+        return Grammars(self.tokenizer, self.params.config.vocab_size, self.params.config.eos)
+
+    def chat_ids(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any] | None, *, opened: bool = True
+    ) -> Sequence[int]:
+        """Token ids of a chat."""
+        if len(messages) > self._settings.max_messages:
+            most = self._settings.max_messages
+            raise APIError(400, f"messages has {len(messages)}; this server takes at most {most}", param="messages")
+        given = [_message(message) for message in messages]
+        for text in (text for message in given for text in _texts(message)):
+            self._check_size(text, "messages")
+        params = self.params
+        try:
+            if not opened and params.tokenizer is not None:
+                return params.tokenizer.chat(given, add_generation_prompt=False)
+            params, continued = for_chat(params, given, arguments)
+            return token_ids(params, given, one=True, continued=continued)[0][0]
+        except ValueError as error:
+            raise APIError(400, str(error), param="messages") from None
+
+    def tokenize(self, request: TokenizeRequest) -> Sequence[int]:
+        """Token ids of a request to `/tokenize`."""
+        if (request.prompt is None) == (request.messages is None):
+            raise APIError(400, "send prompt or messages, one of them", param="prompt")
+        if self.tokenizer is None:
+            raise APIError(400, "this model has no tokenizer", param="prompt")
+        if request.messages is not None:
+            if request.add_special_tokens is not None:
+                raise APIError(
+                    400, "messages have the special tokens of the template; omit it", param="add_special_tokens"
+                )
+            opened = request.add_generation_prompt is not False
+            return self.chat_ids(request.messages, request.chat_template_kwargs, opened=opened)
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise APIError(400, f"{name} is for messages; omit it", param=name)
+        self._check_size(request.prompt or "", "prompt")
+        try:
+            return self.tokenizer.encode(request.prompt or "", add_special=request.add_special_tokens is not False)
+        except ValueError as error:
+            raise APIError(400, str(error), param="prompt") from None
+
+    def _check_size(self, text: Any, name: str) -> None:
+        """Raise if a text certainly has too many tokens. To tokenise it would take long."""
+        if isinstance(text, str) and self.tokenizer is not None and len(text) > self._characters:
+            raise APIError(
+                400,
+                f"a text has {len(text)} characters, which are more than the {self.longest} tokens that this server takes",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+    def _ids(self, params: Params, prompt: Any, name: str) -> Sequence[int]:
+        try:
+            return token_ids(params, prompt, one=True)[0][0]
+        except ValueError as error:
+            raise APIError(400, str(error), param=name) from None
+
+    def _options(self, request: Sampled, most: int) -> Request:
+        """Options of the request's first sequence."""
+        if most > self.most_new:
+            raise APIError(
+                400,
+                f"max_tokens={most}, but this server generates at most {self.most_new} tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        given = {
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "top_k": request.top_k if request.top_k is not None and request.top_k > 0 else None,
+            "top_p": request.top_p if request.top_p is not None and request.top_p < 1 else None,
+            "min_p": request.min_p or None,
+        }
+        for name, value in given.items():
+            if value and name not in self._sampling:
+                have = ", ".join(sorted(self._sampling)) or "none, so send temperature=0"
+                raise APIError(
+                    400, f"this server samples without {name}; its options are: {have}", param=name, code="unsupported"
+                )
+        seed = secrets.randbits(32) if request.seed is None else request.seed
+        try:
+            options = check_request(
+                self.params,
+                most,
+                **given,
+                seed=seed,
+                stop=request.stop or (),
+                ignore_eos=bool(request.ignore_eos),
+            )
+        except ValueError as error:
+            raise APIError(400, str(error), param="stop" if request.stop else None) from None
+        ends = (*options.stop_ids, *(request.stop_token_ids or ()))
+        # Arrays of the host are cheaper to pass on than those of the device.
+        sampler = jax.tree.map(np.asarray, options.sampler)
+        options = dataclasses.replace(options, stop_ids=tuple(dict.fromkeys(ends)), sampler=sampler)
+        if len(options.ends) > self._ends:
+            raise APIError(
+                400,
+                f"{len(options.ends)} tokens would end the text, with those of the model; at most {self._ends} can",
+                param="stop_token_ids",
+            )
+        return options
+
+    def _prompt(self, request: Sampled, ids: Sequence[int], options: Request, first: int, client: str) -> Prompt:
+        if len(ids) > self.longest:
+            raise APIError(
+                400,
+                f"the prompt has {len(ids)} tokens; this server takes at most {self.longest}, and generates up to {self.most_new}",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        seeds = row_seeds(options.seed, range(first, first + (request.n or 1)))
+        requests = [dataclasses.replace(options, seed=seed) for seed in seeds]
+        return Prompt(ids, requests, share=f"{client} {request.cache_salt or ''}")
+
+
+def listed(prompt: Any) -> list[Any]:
+    """The prompts of a request to `/v1/completions`, of which there may be one or a list."""
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return list(prompt) if several else [prompt]
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Number of characters of the longest token."""
+    return max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A message as templates take it."""
+    fields = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
+    found = message.model_dump(exclude_none=True, include=fields)
+    if found["role"] == "developer":
+        found["role"] = "system"
+    for i, call in enumerate(found.get("tool_calls", ())):
+        call.pop("index", None)
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise APIError(
+                400, f"tool_calls[{i}].function.arguments is no JSON object; send one as text", param="messages"
+            )
+        call["function"]["arguments"] = arguments  # templates write it as JSON themselves
+    return found

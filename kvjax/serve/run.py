@@ -1,0 +1,71 @@
+"""Runs a server on a socket until a signal ends it."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from .app import make_app
+from .serving import Server
+
+CONNECTIONS = 256
+"""Connections beside those of sequences that run or wait. More are refused."""
+
+
+def run(server: Server, host: str, port: int) -> bool:
+    """Serve until SIGTERM or Ctrl-C. Then no more requests are taken, and running ones may end.
+
+    A second signal ends all at once.
+
+    Args:
+        server: the server.
+        host, port: the address to listen on.
+
+    Returns:
+        Whether all went well.
+    """
+    config = uvicorn.Config(
+        make_app(server),
+        host,
+        port,
+        lifespan="on",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=server.most + CONNECTIONS,
+        timeout_graceful_shutdown=max(int(server.settings.drain_seconds), 1),
+        log_level="warning",
+    )
+    running = _Uvicorn(config, server)
+    running.run()
+    return running.started and server.worker.error is None
+
+
+class _Uvicorn(uvicorn.Server):
+    """Ends also when the worker fails, and tells the server about signals."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end."""
+        return await super().on_tick(counter) or self._server.worker.phase == "failed"
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while it runs. Unlike uvicorn's own, they are not raised again, as a drained server has ended well."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {each: signal.signal(each, self.handle_exit) for each in signals}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Handle a signal."""
+        self._server.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True

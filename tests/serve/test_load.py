@@ -1,0 +1,50 @@
+"""The load generator, against a server on a socket."""
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import uvicorn
+from serve_client import NEW, Client
+
+from benchmarks.serving import Load, drive, summary
+
+
+def test_load_through_a_socket(client: Client) -> None:
+    """All requests are answered, at their times, and what is refused is counted."""
+    place = socket.socket()
+    place.bind(("127.0.0.1", 0))
+    port = place.getsockname()[1]
+    options: dict[str, Any] = {
+        "url": f"http://127.0.0.1:{port}",
+        "rate": 200.0,
+        "requests": 12,
+        "prompt": 20,
+        "answer": NEW,
+    }
+    load = Load(**options, vocabulary=62, shared=8, model="tiny")
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        server = uvicorn.Server(uvicorn.Config(client.app, lifespan="off", log_level="warning"))
+        server.capture_signals = contextlib.nullcontext
+        serving = asyncio.ensure_future(server.serve(sockets=[place]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            halves = await asyncio.gather(drive(load, 0, 2), drive(load, 1, 2))
+            bad = await drive(Load(**options | {"rate": float("inf"), "requests": 2}, vocabulary=62, model="other"))
+        finally:
+            server.should_exit = True
+            await serving
+        return [answer for half in halves for answer in half], bad
+
+    answers, bad = client.run(run())
+    assert [answer.status for answer in answers] == [200] * 12
+    assert {answer.tokens for answer in answers} == {NEW}
+    row = summary(load, answers + bad)
+    assert row["statuses"] == {"200": 12, "404": 2}
+    assert row["tokens"] == 12 * NEW
+    assert 0 < row["ttft_p50"] <= row["ttft_p99"] <= row["total_p99"]
+    assert row["tokens_per_second"] > 0
+    assert "key" not in row

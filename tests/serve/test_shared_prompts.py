@@ -1,0 +1,38 @@
+"""Prompts that begin alike: prefilled once for each API key, with the same answers."""
+
+from typing import Any
+
+import numpy as np
+from serve_client import Client, serving
+
+from kvjax.models import Params
+from kvjax.serve.settings import digest
+
+KEYS = frozenset({digest("one"), digest("two")})
+
+
+def ask(client: Client, prompt: list[int], key: str, **more: Any) -> tuple[int, Any]:
+    """Number of reused tokens, and the choices."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0, "return_token_ids": True} | more
+    reply = client.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"}).json
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"]
+
+
+def test_stored_states_are_used_by_their_own_key(letters: Params) -> None:
+    random = np.random.default_rng(0)
+    begun = random.integers(0, 62, 60).tolist()
+    prompts = [begun + random.integers(0, 62, 20).tolist() for _ in range(4)]
+    with serving(letters, "snapkv:40", block=16, keys=KEYS) as plain:
+        expected = [ask(plain, prompt, "one") for prompt in prompts]
+    assert [reused for reused, _ in expected] == [0] * 4
+    with serving(letters, "snapkv:40", block=16, prefixes=4, keys=KEYS) as client:
+        found = [ask(client, prompt, "one") for prompt in prompts]
+        assert [choices for _, choices in found] == [choices for _, choices in expected]
+        assert [reused for reused, _ in found] == [0, 0, 48, 48]
+        assert [ask(client, prompt, "two")[0] for prompt in prompts[:2]] == [0, 0]
+        assert ask(client, prompts[0], "two", cache_salt="a")[0] == 0
+        assert ask(client, prompts[0], "two")[0] == 48
+        reused, choices = ask(client, prompts[3], "one", n=3)
+        assert reused >= 48
+        assert [choice["token_ids"] for choice in choices] == [expected[3][1][0]["token_ids"]] * 3
+        assert len(client.server.batch.prefixes) <= 4
