@@ -53,6 +53,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
@@ -70,6 +71,9 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
 """Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral"."""
 
 ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama"}
+
+PERMUTED = frozenset({"llama", "smollm3"})
+"""Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
 _NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
 """Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
@@ -138,7 +142,7 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path}: its {split.count} files hold {len(tensors)} tensors, but split.tensors.count says {split.num_tensors}"
         )
     config = read_config(metadata, tensors, path)
-    permuted = metadata["general.architecture"] == "llama"
+    permuted = metadata["general.architecture"] in PERMUTED
     return Checkpoint(
         source=path,
         format="gguf",
@@ -465,7 +469,8 @@ def _layers(
 
     def layer(i: int, window: int | None) -> LayerConfig:
         own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
-        return LayerConfig(own, moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp, family.norms)
+        made = LayerConfig(own, moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp, family.norms)
+        return made.unrotated if family.unrotated_every and (i + 1) % family.unrotated_every == 0 else made
 
     return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)))
 
@@ -567,7 +572,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         path: file that contains the tensor.
         tensor: the tensor's header.
         config: the model's configuration.
-        permuted: whether rows of query and key projections are reordered, as in Llama files; see `_row_order`.
+        permuted: whether rows of query and key projections are reordered, see `_row_order`.
 
     Raises:
         CheckpointError: the tensor's type is not supported.

@@ -85,6 +85,8 @@ class Family:
         window: default of `sliding_window`.
         local_theta: default of `rope_local_base_freq`, the base of the rotary embedding in layers with a window. None
             if all layers have the same rotary embedding.
+        unrotated_every: default of `no_rope_layer_interval`: each such layer has no rotary embedding, unless
+            `no_rope_layers` says otherwise. None if all layers have one.
         query_scalar: default of `query_pre_attn_scalar`, whose inverse square root is the factor on attention logits.
             None means head_dim.
         experts: names of the experts, if the family has them.
@@ -123,6 +125,7 @@ class Family:
     windows: str = "none"
     window: int | None = None
     local_theta: float | None = None
+    unrotated_every: int | None = None
     query_scalar: int | None = None
     experts: ExpertNames | None = None
     normalized: bool | None = None
@@ -216,6 +219,18 @@ FAMILIES: Mapping[str, Family] = {
         fused_gate_up=True,
         bos=1,
         eos=(32000,),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        num_kv_heads=4,
+        qkv_bias=None,
+        output_bias=True,
+        mlp_bias=True,
+        tied=True,
+        unrotated_every=4,
+        bos=128000,
+        eos=(128001,),
+        defaults=(("rope_theta", 2000000.0),),
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -351,6 +366,8 @@ class _Config(Strict):
     layer_types: list[str] | None = None
     sliding_window_pattern: Size | None = None
     rope_local_base_freq: Positive | None = None
+    no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Size | None = None
     query_pre_attn_scalar: Positive | None = None
     final_logit_softcapping: Positive | None = None
     attn_logit_softcapping: Positive | None = None
@@ -414,7 +431,14 @@ def from_hf(
             family=family_name,
             vocab_size=held.vocab_size,
             hidden_size=held.hidden_size,
-            layers=_with_experts(held, family, [kinds[window] for window in windows]),
+            layers=_with_experts(
+                held,
+                family,
+                [
+                    kinds[window] if rotates else kinds[window].unrotated
+                    for window, rotates in zip(windows, _rotating(held, family, source), strict=True)
+                ],
+            ),
             max_position=held.max_position_embeddings,
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
             norm_offset=family.norm_offset,
@@ -567,7 +591,7 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
     if config.clip_qkv is not None:
         raise CheckpointError(f"{source}: clip_qkv is not supported, as queries, keys and values are not clipped")
-    if family.dense_layers and config.use_sliding_window:
+    if (family.dense_layers or family.unrotated_every) and config.use_sliding_window:
         raise CheckpointError(f"{source}: use_sliding_window of a {config.model_type} model is not supported")
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
@@ -721,11 +745,30 @@ def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     return fields | ({"shared_expert_intermediate_size": moe.shared} if family.shared_experts else {})
 
 
+def _rotating(config: _Config, family: Family, source: str) -> list[bool]:
+    """Whether each layer has a rotary embedding."""
+    num_layers = config.num_hidden_layers
+    if family.unrotated_every is None:
+        return [True] * num_layers
+    if config.no_rope_layers is None:
+        every = _or(config.no_rope_layer_interval, family.unrotated_every)
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    if len(config.no_rope_layers) < num_layers:
+        raise CheckpointError(
+            f"{source}: no_rope_layers has {len(config.no_rope_layers)} entries for {num_layers} layers; it should have one "
+            "for each, 1 for a layer with a rotary embedding and 0 for one without"
+        )
+    return [bool(rotates) for rotates in config.no_rope_layers[:num_layers]]
+
+
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Fields of the rotary embeddings. That of layers with a window is written apart if the family has one of its own."""
-    kinds = {layer.mixer.window is not None: layer.mixer for layer in reversed(config.kinds)}
-    mixer = kinds.get(False, config.layers[0].mixer)
+    mixers = [layer.mixer for layer in config.kinds if layer.mixer.rope.dim] or [config.layers[0].mixer]
+    kinds = {mixer.window is not None: mixer for mixer in reversed(mixers)}
+    mixer = kinds.get(False, mixers[0])
     rope, fields = mixer.rope, dict[str, Any]()
+    if family.unrotated_every is not None:
+        fields["no_rope_layers"] = [int(layer.mixer.rope.dim > 0) for layer in config.layers]
     if family.local_theta is None:
         fields["rope_theta"] = rope.theta
     else:
@@ -733,7 +776,7 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["rope_local_base_freq"] = kinds[True].rope.theta if True in kinds else family.local_theta
         if False not in kinds:
             return fields
-    if rope.dim != mixer.head_dim or family.partial_rotary != 1.0:
+    if rope.dim not in (0, mixer.head_dim) or family.partial_rotary != 1.0:
         fields["partial_rotary_factor"] = rope.dim / mixer.head_dim
     if rope.scaling is not None:
         fields["rope_scaling"] = _scaling_to_hf(config, rope)

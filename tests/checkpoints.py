@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvjax.config import MLPConfig, MoEConfig
 from kvjax.conversion import CheckpointError, from_hf
 from kvjax.conversion.checkpoint import Checkpoint, expected_shapes
-from kvjax.conversion.gguf_file import ARCHITECTURE_OF, gguf_layout
+from kvjax.conversion.gguf_file import ARCHITECTURE_OF, PERMUTED, gguf_layout
 from kvjax.conversion.layout import hf_layout
 from kvjax.conversion.loading import open_checkpoint
 from kvjax.models import ModelConfig
@@ -146,7 +146,7 @@ def write_gguf(
     rng = np.random.default_rng(seed + 1)
     for name, held in hf_layout(config).items():
         stored, value = by_parameters[held], values[name]
-        if ARCHITECTURE_OF[family] == "llama" and held[0].endswith((".q", ".k", ".q_bias", ".k_bias")):
+        if ARCHITECTURE_OF[family] in PERMUTED and held[0].endswith((".q", ".k", ".q_bias", ".k_bias")):
             heads = config.num_heads if held[0].split(".")[-1].startswith("q") else config.num_kv_heads
             stored_value = interleave(value, heads)
         else:

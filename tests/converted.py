@@ -76,10 +76,11 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "intermediate_size": 16,
         "sliding_window": None,
     },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "intermediate_size": 16},
 }
-"""Fields of each config.json besides the sizes. Gemma's files have a window in all layers but each sixth."""
+"""Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
-_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "glm4": "glm4"}
+_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "smollm3": "llama-bpe", "glm4": "glm4"}
 """Name of the pre-tokenizer, by `model_type`; "qwen2" for others. The converter knows those of published tokenizers alone."""
 
 

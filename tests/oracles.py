@@ -106,6 +106,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_longrope(128, 3),
         },
     ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, **_plain(2e6)}),
+    "smollm3-yarn": ("smollm3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False, "rope_parameters": _YARN}),
     "seed-oss": ("seed_oss", {"head_dim": 16, **_plain(1e7)}),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
     "qwen3-moe": (

@@ -156,6 +156,12 @@ class LayerConfig:
     mlp: MLPConfig | MoEConfig
     norms: Norms = "pre"
 
+    @property
+    def unrotated(self) -> "LayerConfig":
+        """The layer without a rotary embedding."""
+        rope = dataclasses.replace(self.mixer.rope, dim=0, scaling=None)
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, rope=rope))
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -406,10 +412,11 @@ class ModelConfig:
 
     @functools.cached_property
     def context_length(self) -> int:
-        """Context length in tokens: the window, extended by linear scaling or YaRN of every layer."""
-        scalings = {layer.mixer.rope.scaling for layer in self.kinds}
+        """Context length in tokens: the window, extended by linear scaling or YaRN of every layer that rotates."""
+        scalings = {layer.mixer.rope.scaling for layer in self.kinds if layer.mixer.rope.dim}
         extended = min(
-            self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings
+            (self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings),
+            default=self.max_position,
         )
         return min(max(self.max_position, extended), MOST_TOKENS)
 

@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "phi3": {"model_type": "phi3", "sliding_window": 20},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "attention_bias": True},
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
     "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
     "qwen3moe-mixed": {

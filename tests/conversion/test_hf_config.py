@@ -48,6 +48,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0]},
     },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5},
+    "smollm3-list": {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1],
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
     "seed-oss": {"model_type": "seed_oss", "head_dim": 16},
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
@@ -232,7 +238,7 @@ LEAST = {
 def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     fields = LEAST | {"model_type": family} | change
-    if change and family in ("qwen2_moe", "qwen3_moe"):
+    if change and family in ("qwen2_moe", "qwen3_moe", "smollm3"):
         with pytest.raises(CheckpointError, match=f"use_sliding_window of a {family} model is not supported"):
             from_hf(fields)
         return
@@ -245,12 +251,13 @@ def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: d
     assert config.bos == theirs.bos_token_id
     eos = theirs.eos_token_id
     assert config.eos == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
-    for layer in config.kinds:
+    rotates = getattr(theirs, "no_rope_layers", [1] * 30)
+    for i, layer in enumerate(config.layers):
         mixer = layer.mixer
         kind = "full_attention" if mixer.window is None else "sliding_attention"
         rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
         share = rope.get("partial_rotary_factor", 1.0)
-        assert (mixer.rope.theta, mixer.rope.dim) == (rope["rope_theta"], mixer.head_dim * share)
+        assert (mixer.rope.theta, mixer.rope.dim) == (rope["rope_theta"], mixer.head_dim * share * rotates[i])
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
     assert config.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -322,6 +329,22 @@ def test_gemma_3_27b_has_a_scale_of_its_own() -> None:
     assert local.mixer.logit_scale == full.mixer.logit_scale == 168**-0.5
     assert (local.mixer.rope.scaling, full.mixer.rope.scaling) == (None, Linear(8.0))
     assert config.context_length == 131072, "max_position counts the scaling already, which layers with windows lack"
+
+
+def test_layers_without_rotation() -> None:
+    """Each fourth one by default; scaling, which they lack, still extends the context."""
+    fields = HF_CONFIG | {"model_type": "smollm3", "num_hidden_layers": 8}
+    config = from_hf(
+        fields | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}
+    )
+    assert [layer.mixer.rope.dim for layer in config.layers] == [8, 8, 8, 0] * 2
+    assert config.context_length == 512
+    assert from_hf(fields | {"no_rope_layers": [0] * 8}).context_length == 128
+    assert from_hf(fields | {"no_rope_layer_interval": 2}).layers[1].mixer.rope.dim == 0
+    with pytest.raises(CheckpointError, match="no_rope_layers has 1 entries for 8 layers; it should have one for each"):
+        from_hf(fields | {"no_rope_layers": [1]})
+    with pytest.raises(CheckpointError, match="use_sliding_window of a smollm3 model is not supported"):
+        from_hf(fields | {"use_sliding_window": True})
 
 
 def test_the_text_part_of_a_multimodal_model() -> None:
