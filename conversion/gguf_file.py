@@ -37,7 +37,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, listed, shortened, told
 from .gguf_tokenizer import ends, read_tokenizer
-from .hf_config import FAMILIES, WINDOW_PATTERN, Family
+from .hf_config import FAMILIES, Family
 from .layout import Layout, hf_layout
 from .mapped import mapped
 from .quantised import BLOCKS, blocks_shape, from_blocks
@@ -52,6 +52,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "glm4": gguf.MODEL_ARCH.GLM4,
@@ -68,15 +69,19 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
-"""Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral"."""
+"""Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral", an "olmo2" file with a window of
+"olmo3"."""
 
-ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama"}
+ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama", "olmo3": "olmo2"}
 
 PERMUTED = frozenset({"llama", "smollm3"})
 """Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
 _NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
 """Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
+
+_LOCAL_THETA = {"gemma3_text": 10000.0}
+"""Default of `rope.freq_base_swa`, which is that of full attention in other families. llama.cpp has the same."""
 
 _EXPERT_TENSORS = {
     "router": "ffn_gate_inp",
@@ -386,6 +391,8 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     fields = checked_under(_Metadata, metadata, f"{name}.", path)
     tokens = checked_under(_Tokens, metadata, "tokenizer.ggml.", path)
     family_name = "mixtral" if name == "llama" and fields.expert_count else FAMILY_OF[name]
+    if name == "olmo2" and fields.window:
+        family_name = "olmo3"
     family = FAMILIES[family_name]
     if fields.expert_count and family.experts is None:
         raise CheckpointError(
@@ -448,7 +455,8 @@ def _layers(
     mlp = MLPConfig(fields.feed_forward_length, "blk.0.ffn_down.bias" in tensors, family.activation)
     local = rope
     if family.local_theta is not None:  # scaling is for full attention only
-        local = dataclasses.replace(rope, theta=_decimal(fields.local_theta or family.local_theta), scaling=None)
+        theta = fields.local_theta or _LOCAL_THETA.get(family_name, fields.theta)
+        local = dataclasses.replace(rope, theta=_decimal(theta), scaling=None)
 
     moe = None
     if fields.expert_count:
@@ -489,7 +497,7 @@ def _windows(fields: _Metadata, family: Family, path: Path) -> list[int | None]:
                 "should have one for each"
             )
         return [window if has_window else None for has_window in pattern]
-    return [window if (i + 1) % (pattern or WINDOW_PATTERN) else None for i in range(fields.block_count)]
+    return [window if (i + 1) % (pattern or family.window_every) else None for i in range(fields.block_count)]
 
 
 def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:

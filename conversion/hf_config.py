@@ -75,7 +75,8 @@ class Family:
         mlp_bias: whether `mlp_bias` is read.
         qk_norm, joint_qk_norm: as in `AttentionConfig`.
         norms: as in `LayerConfig`.
-        norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP.
+        norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP. Those
+            of norms that layers lack are empty.
         norm_offset: as in `ModelConfig`.
         activation: activation of the MLPs, as in `MLPConfig`.
         scales_embedding: whether embeddings are multiplied by the square root of hidden_size.
@@ -83,6 +84,7 @@ class Family:
         windows: layers that `sliding_window` applies to: "none", "all", "some" (`layer_types` or
             `max_window_layers`), or "pattern" (`layer_types`, or all but each `sliding_window_pattern`-th layer).
         window: default of `sliding_window`.
+        window_every: default of `sliding_window_pattern`.
         local_theta: default of `rope_local_base_freq`, the base of the rotary embedding in layers with a window. None
             if all layers have the same rotary embedding.
         unrotated_every: default of `no_rope_layer_interval`: each such layer has no rotary embedding, unless
@@ -124,6 +126,7 @@ class Family:
     tied: bool = False
     windows: str = "none"
     window: int | None = None
+    window_every: int = 6
     local_theta: float | None = None
     unrotated_every: int | None = None
     query_scalar: int | None = None
@@ -149,6 +152,19 @@ _GLM = Family(
     default_bias=True,
     eos=(151329, 151336, 151338),
     fused_gate_up=True,
+)
+
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    norm_eps=1e-5,
+    qkv_bias=None,
+    output_bias=True,
+    qk_norm=True,
+    joint_qk_norm=True,
+    norms="post",
+    norm_names=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    norm_offset=0.0,
+    eos=(50279,),
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -199,6 +215,16 @@ FAMILIES: Mapping[str, Family] = {
         experts=ExpertNames(),
         eos=(50279,),
         defaults=(("num_experts", 64), ("num_experts_per_tok", 8)),
+    ),
+    "olmo2": _OLMO2,
+    "olmo3": dataclasses.replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        windows="pattern",
+        window=4096,
+        window_every=4,
+        local_theta=500000.0,
+        defaults=(("rope_theta", 500000.0),),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -295,9 +321,6 @@ _PHI3_ORIGINAL_MAX_POSITION = 4096
 
 _MAX_WINDOW_LAYERS = 28
 """Default of `max_window_layers`."""
-
-WINDOW_PATTERN = 6
-"""Default of `sliding_window_pattern`."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers. `rope_parameters` may have an object for each."""
@@ -773,7 +796,14 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["rope_theta"] = rope.theta
     else:
         fields["rope_theta"] = rope.theta if False in kinds else dict(family.defaults)["rope_theta"]
-        fields["rope_local_base_freq"] = kinds[True].rope.theta if True in kinds else family.local_theta
+        local = kinds[True].rope.theta if True in kinds else family.local_theta
+        fields["rope_local_base_freq"] = local
+        # transformers 5 reads the base of OLMo 3's layers with a window from here alone.
+        full = {"rope_type": "default"} if rope.scaling is None else _scaling_to_hf(config, rope)
+        fields["rope_parameters"] = {
+            "full_attention": full | {"rope_theta": fields["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
         if False not in kinds:
             return fields
     if rope.dim not in (0, mixer.head_dim) or family.partial_rotary != 1.0:
@@ -838,7 +868,7 @@ def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, 
         return (None,) * num_layers
     kinds = config.layer_types
     if kinds is None and family.windows == "pattern":
-        every = _or(config.sliding_window_pattern, WINDOW_PATTERN)
+        every = _or(config.sliding_window_pattern, family.window_every)
         return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
     if kinds is None:
         first = _or(config.max_window_layers, _MAX_WINDOW_LAYERS)

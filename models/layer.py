@@ -65,9 +65,13 @@ class Layer(NamedTuple):
         """RMS norm with a gain."""
         return norm_of(gain, self.eps, self.norm_offset)
 
-    def inputs(self, x: Float[Array, "... D"], gain: Float[Array, " D"]) -> tuple[Array, Norm | None]:
-        """Inputs of projections that follow a norm, and the norm that the projections apply to them."""
-        return fused_norm(x, self.norm(gain))
+    def normed(self, x: Float[Array, "... D"], gain: Float[Array, " D"] | None) -> Float[Array, "... D"]:
+        """RMS norm of `x`, or `x` without a gain."""
+        return x if gain is None else self.norm(gain)(x)
+
+    def inputs(self, x: Float[Array, "... D"], gain: Float[Array, " D"] | None) -> tuple[Array, Norm | None]:
+        """Inputs of projections that follow a norm, if there is one, and the norm that the projections apply to them."""
+        return (x, None) if gain is None else fused_norm(x, self.norm(gain))
 
 
 def layers_of(params: Params) -> list[Layer]:

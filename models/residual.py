@@ -40,7 +40,7 @@ def add_summed(
     if shard.model > 1:
         y = shard.sum_over_model(y.astype(_summed_type(x, shard)))
     y = biased(y.astype(x.dtype), bias)
-    return x + (y if norm is None else layer.norm(norm)(y))
+    return x + layer.normed(y, norm)
 
 
 def _summed_type(x: Array, shard: Shard) -> jnp.dtype:

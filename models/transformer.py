@@ -189,7 +189,7 @@ def decode_step(
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
         new = Token(*(heads or heads_of(layer, x)), pos, cache.spec.rope, live)
         if cache.needs_token_inputs:
-            new = dataclasses.replace(new, inputs=layer.norm(layer.params.attn_norm)(x))
+            new = dataclasses.replace(new, inputs=layer.normed(x, layer.params.attn_norm))
         if i > 0:
             with calling(cache, "look_ahead"):
                 carry = cache.look_ahead(partial(queries_ahead, layers[i - 1], layer, before), pos, carry)
@@ -321,7 +321,7 @@ def _scaled(params: Params, x: Array) -> Array:
 
 
 def _block(layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE) -> Float[Array, "... D"]:
-    """One transformer block: attention and MLP, each with a norm before it (and after it, in some families) and a residual."""
+    """One transformer block: attention and MLP, each with norms before or after it, and a residual."""
     out = attend(*heads_of(layer, x))
     return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
@@ -330,7 +330,7 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
     """The carry for a layer with input `x`. An `AttentionContext` is added if the layer needs one."""
     if not cache.needs_context:
         return carry
-    norm, matrix, shard = layer.norm(layer.params.attn_norm), layer.params.attn.o, cache.spec.shard
+    matrix, shard = layer.params.attn.o, cache.spec.shard
 
     def output() -> Float[Array, "N H D"]:
         wide = shard.gather_over_same_heads(
@@ -338,7 +338,7 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
         )
         return wide.T.reshape(-1, cache.spec.head_dim, wide.shape[0])
 
-    return AttentionContext(lambda: norm(x), output).with_context(carry)
+    return AttentionContext(lambda: layer.normed(x, layer.params.attn_norm), output).with_context(carry)
 
 
 def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
@@ -347,7 +347,7 @@ def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
     None where the model has biases or norms between the matrices, or where devices all-reduce between them.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
-    if isinstance(mlp, Experts):
+    if isinstance(mlp, Experts) or own.mlp_norm is None or following.params.attn_norm is None:
         return None
     between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
     first, second = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)

@@ -77,6 +77,14 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "intermediate_size": 16},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "rope_theta": 500000.0,
+        "intermediate_size": 16,
+    },
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 

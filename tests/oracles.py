@@ -152,6 +152,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_plain(1e4),
         },
     ),
+    "olmo2": ("olmo2", {"head_dim": 6, "num_key_value_heads": 3, "attention_bias": True, **_plain(5e5)}),
+    # Only layers with full attention have a scaled rotary embedding.
+    "olmo3": (
+        "olmo3",
+        {
+            "head_dim": 6,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": _YARN,
+            },
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_plain(1e6)}),
     # The attention scale is not that of the head dim, and layers with a window have a rotary embedding of their own.
     "gemma-3": (

@@ -14,8 +14,8 @@ MAX_LAYERS = 4096
 MOST_TOKENS = 2**31 - 1
 """Largest position that int32 can count."""
 
-Norms = Literal["pre", "both"]
-"""Where a layer has RMS norms: before attention and MLP, or both before and after each."""
+Norms = Literal["pre", "post", "both"]
+"""Where a layer has RMS norms: before attention and MLP, after each, or both."""
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU."""

@@ -29,6 +29,13 @@ GEMMA3: dict[str, Any] = {
     "rope_local_base_freq": 5000.0,
     "final_logit_softcapping": 30.0,
 }
+OLMO3: dict[str, Any] = {
+    "model_type": "olmo3",
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -49,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": OLMO3,
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3},
     "gemma3": GEMMA3,
     "gemma3-every": {key: value for key, value in GEMMA3.items() if key != "layer_types"}
@@ -56,6 +65,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 METADATA: dict[str, dict[str, Any]] = {
     "phi3": {"phi3.attention.sliding_window": 20},
+    "olmo3": {
+        "olmo2.attention.sliding_window": 16,
+        "olmo2.rope.scaling.type": "yarn",
+        "olmo2.rope.scaling.factor": 4.0,
+        "olmo2.rope.scaling.original_context_length": 32,
+    },
     "gemma3": {
         "gemma3.attention.sliding_window": 16,
         "gemma3.attention.sliding_window_pattern": [True, False],

@@ -61,6 +61,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-moe-mixed": EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
     "qwen2-moe": EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "olmo2": {"model_type": "olmo2", "attention_bias": True},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 16, "rope_theta": 500000.0},
+    "olmo3-windows": {
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention"] * 2,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 20000.0}},
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 16},
     "gemma3": GEMMA3,
     "gemma3-4b": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "attention_bias": True},
