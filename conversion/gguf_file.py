@@ -55,6 +55,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
@@ -74,7 +75,7 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
 
 ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama", "olmo3": "olmo2"}
 
-PERMUTED = frozenset({"llama", "smollm3"})
+PERMUTED = frozenset({"granite", "llama", "smollm3"})
 """Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
 _NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
@@ -357,6 +358,11 @@ class _Metadata(Strict):
     window_pattern: Size | list[bool] | None = Field(None, alias="attention.sliding_window_pattern")
     local_theta: Positive | None = Field(None, alias="rope.freq_base_swa")
     logit_cap: Positive | None = Field(None, alias="final_logit_softcapping")
+    embed_scale: Positive = Field(1.0, alias="embedding_scale")
+    attention_scale: Positive | None = Field(None, alias="attention.scale")
+    residual_scale: Positive = 1.0
+    logit_scale: Positive = 1.0
+    finetuned: bool = Field(True, alias="rope.scaling.finetuned")
     rope_dim: Size | None = Field(None, alias="rope.dimension_count")
     theta: Positive = Field(10000.0, alias="rope.freq_base")
     scaling: str | None = Field(None, alias="rope.scaling.type")
@@ -402,6 +408,14 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
     vocab_size = int(embedding.shape[1])
+    if family.multipliers and not fields.finetuned:
+        raise CheckpointError(
+            f"{path}: rope.scaling.finetuned is false, which means no rotary embedding; a {family_name} model needs one"
+        )
+
+    def multiplier(value: float) -> float:
+        return _decimal(value) if family.multipliers else 1.0
+
     named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
     texts, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     typed = itertools.zip_longest(texts if isinstance(texts, list) else (), types if isinstance(types, list) else ())
@@ -416,7 +430,9 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
             norm_eps=_decimal(fields.norm_eps),
             norm_offset=family.norm_offset,
             tied="output.weight" not in tensors,
-            embed_scale=fields.embedding_length**0.5 if family.scales_embedding else 1.0,
+            embed_scale=fields.embedding_length**0.5 if family.scales_embedding else multiplier(fields.embed_scale),
+            residual_scale=multiplier(fields.residual_scale),
+            logit_divisor=multiplier(fields.logit_scale),
             logit_cap=None if fields.logit_cap is None else _decimal(fields.logit_cap),
             eos=tuple(dict.fromkeys(eos)),
             bos=tokens.bos,
@@ -452,6 +468,8 @@ def _layers(
     )
     if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)
+    if family.multipliers and fields.attention_scale is not None:
+        mixer = dataclasses.replace(mixer, scale=_decimal(fields.attention_scale))
     mlp = MLPConfig(fields.feed_forward_length, "blk.0.ffn_down.bias" in tensors, family.activation)
     local = rope
     if family.local_theta is not None:  # scaling is for full attention only

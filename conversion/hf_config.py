@@ -80,6 +80,8 @@ class Family:
         norm_offset: as in `ModelConfig`.
         activation: activation of the MLPs, as in `MLPConfig`.
         scales_embedding: whether embeddings are multiplied by the square root of hidden_size.
+        multipliers: whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` are
+            read, which are 1 by default.
         tied: default of `tie_word_embeddings`.
         windows: layers that `sliding_window` applies to: "none", "all", "some" (`layer_types` or
             `max_window_layers`), or "pattern" (`layer_types`, or all but each `sliding_window_pattern`-th layer).
@@ -123,6 +125,7 @@ class Family:
     norm_offset: float | None = None
     activation: Activation = "silu"
     scales_embedding: bool = False
+    multipliers: bool = False
     tied: bool = False
     windows: str = "none"
     window: int | None = None
@@ -257,6 +260,15 @@ FAMILIES: Mapping[str, Family] = {
         bos=128000,
         eos=(128001,),
         defaults=(("rope_theta", 2000000.0),),
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        qkv_bias=None,
+        output_bias=True,
+        mlp_bias=True,
+        multipliers=True,
+        bos=1,
+        eos=(2,),
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -393,6 +405,10 @@ class _Config(Strict):
     no_rope_layer_interval: Size | None = None
     query_pre_attn_scalar: Positive | None = None
     final_logit_softcapping: Positive | None = None
+    embedding_multiplier: Positive = 1.0
+    attention_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
     attn_logit_softcapping: Positive | None = None
     clip_qkv: Positive | None = None
     use_bidirectional_attention: bool | None = None
@@ -448,6 +464,10 @@ def from_hf(
     windows = _windows(held, family, source)
     default_eos = [token for token in family.eos if token < held.vocab_size]
     default_bos = [token for token in (family.bos,) if token is not None and token < held.vocab_size]
+
+    def multiplier(value: float) -> float:
+        return float(value) if family.multipliers else 1.0
+
     try:
         kinds = _kinds(held, family, windows, source)
         return ModelConfig(
@@ -466,7 +486,9 @@ def from_hf(
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
             norm_offset=family.norm_offset,
             tied=_or(held.tie_word_embeddings, family.tied),
-            embed_scale=held.hidden_size**0.5 if family.scales_embedding else 1.0,
+            embed_scale=held.hidden_size**0.5 if family.scales_embedding else multiplier(held.embedding_multiplier),
+            residual_scale=multiplier(held.residual_multiplier),
+            logit_divisor=multiplier(held.logits_scaling),
             logit_cap=held.final_logit_softcapping,
             eos=tuple(_first(generation.eos_token_id, held.given("eos_token_id", default_eos), [])),
             bos=next(iter(held.given("bos_token_id", default_bos) or []), None),
@@ -506,7 +528,7 @@ def _kinds(
             head_dim=head_dim,
             rope=ropes[window],
             window=window,
-            scale=None if scalar is None else scalar**-0.5,
+            scale=float(held.attention_multiplier) if family.multipliers else scalar and scalar**-0.5,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias and family.output_bias,
             qk_norm=family.qk_norm,
@@ -581,6 +603,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.query_scalar is not None:
         fields["query_pre_attn_scalar"] = _whole(config.layers[0].mixer.logit_scale ** -2)
         fields["final_logit_softcapping"] = config.logit_cap
+    if family.multipliers:
+        fields |= {
+            "embedding_multiplier": config.embed_scale,
+            "attention_multiplier": config.layers[0].mixer.logit_scale,
+            "residual_multiplier": config.residual_scale,
+            "logits_scaling": config.logit_divisor,
+        }
     fields |= _windows_to_hf(config, family)
     if (read := from_hf(fields)) != config:
         raise CheckpointError(f"a {config.family} config.json cannot express {', '.join(_differing(config, read))}")

@@ -53,13 +53,14 @@ class Layer(NamedTuple):
         config: the layer's configuration.
         params: its parameters.
         eps: epsilon of its norms.
-        norm_offset: see `ModelConfig`.
+        norm_offset, residual_scale: see `ModelConfig`.
     """
 
     config: LayerConfig
     params: Block
     eps: float
     norm_offset: float | None = None
+    residual_scale: float = 1.0
 
     def norm(self, gain: Float[Array, " _"]) -> Norm | OffsetNorm:
         """RMS norm with a gain."""
@@ -78,4 +79,4 @@ def layers_of(params: Params) -> list[Layer]:
     """All layers of a model."""
     c = params.config
     pairs = zip(c.layers, params.layers, strict=True)
-    return [Layer(kind, block, c.norm_eps, c.norm_offset) for kind, block in pairs]
+    return [Layer(kind, block, c.norm_eps, c.norm_offset, c.residual_scale) for kind, block in pairs]

@@ -344,14 +344,19 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
 def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
     """One operation for the rest of `layer` and the heads of the `following` layer.
 
-    None where the model has biases or norms between the matrices, or where devices all-reduce between them.
+    None where the model has biases, norms or factors between the matrices, or where devices all-reduce between them.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
     if isinstance(mlp, Experts) or own.mlp_norm is None or following.params.attn_norm is None:
         return None
     between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
     first, second = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)
-    if shard.model > 1 or layer.config.mlp.activation != "silu" or any(a is not None for a in between):
+    if (
+        layer.residual_scale != 1.0
+        or shard.model > 1
+        or layer.config.mlp.activation != "silu"
+        or any(a is not None for a in between)
+    ):
         return None
     if not isinstance(first, Norm) or not isinstance(second, Norm):
         return None
@@ -387,4 +392,5 @@ def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     x, norm = fused_norm(x, norm_of(params.norm, c.norm_eps, c.norm_offset))
     (logits,) = projection(x, head, norm=norm, dtype=jnp.float32)
     logits = shard.gather_over_model(logits)[..., : c.vocab_size]  # drops the padding of a sharded vocabulary
+    logits = logits if c.logit_divisor == 1.0 else logits / c.logit_divisor
     return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)

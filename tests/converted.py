@@ -85,6 +85,13 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "intermediate_size": 16,
     },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 2.0,
+    },
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 

@@ -108,6 +108,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, **_plain(2e6)}),
     "smollm3-yarn": ("smollm3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False, "rope_parameters": _YARN}),
+    "granite": (
+        "granite",
+        {
+            "head_dim": 6,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.8,
+            "mlp_bias": True,
+            **_plain(1e4),
+        },
+    ),
     "seed-oss": ("seed_oss", {"head_dim": 16, **_plain(1e7)}),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
     "qwen3-moe": (

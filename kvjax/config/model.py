@@ -181,6 +181,8 @@ class ModelConfig:
             None adds nothing, and rounds the normalised value before the product.
         tied: whether the output head shares the embedding.
         embed_scale: factor on embeddings.
+        residual_scale: factor on the outputs of attention and MLP before they are added to the residual stream.
+        logit_divisor: number that logits are divided by, before `logit_cap`.
         logit_cap: c of logits c · tanh(logits / c); None for plain logits.
         eos: token ids that end a sequence.
         bos: token id that starts a sequence, if the family uses one.
@@ -198,6 +200,8 @@ class ModelConfig:
     norm_offset: float | None = None
     tied: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_cap: float | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
@@ -208,10 +212,9 @@ class ModelConfig:
             raise ValueError(f"num_layers={len(self.layers)} must be at least 1 and at most {MAX_LAYERS}")
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps={self.norm_eps} must lie between 0 and 1")
-        if not 0 < self.embed_scale < 1e6 or not 0 < (1.0 if self.logit_cap is None else self.logit_cap) < 1e6:
-            raise ValueError(
-                f"embed_scale={self.embed_scale} and logit_cap={self.logit_cap} must lie between 0 and 1e6"
-            )
+        for name in ("embed_scale", "residual_scale", "logit_divisor", "logit_cap"):
+            if not 0 < (1.0 if (value := getattr(self, name)) is None else value) < 1e6:
+                raise ValueError(f"{name}={value} must lie between 0 and 1e6")
         for name, tokens in (("eos", self.eos), ("bos", () if self.bos is None else (self.bos,))):
             for token in tokens:
                 if not 0 <= token < self.vocab_size:

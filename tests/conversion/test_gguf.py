@@ -36,6 +36,13 @@ OLMO3: dict[str, Any] = {
     "rope_theta": 500000.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
 }
+GRANITE: dict[str, Any] = {
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -45,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "phi3": {"model_type": "phi3", "sliding_window": 20},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "attention_bias": True},
+    "granite": GRANITE,
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
     "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
     "qwen3moe-mixed": {
@@ -65,6 +73,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 METADATA: dict[str, dict[str, Any]] = {
     "phi3": {"phi3.attention.sliding_window": 20},
+    "granite": {
+        "granite.embedding_scale": 12.0,
+        "granite.attention.scale": 0.015625,
+        "granite.residual_scale": 0.22,
+        "granite.logit_scale": 16.0,
+    },
     "olmo3": {
         "olmo2.attention.sliding_window": 16,
         "olmo2.rope.scaling.type": "yarn",

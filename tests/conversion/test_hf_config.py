@@ -54,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "no_rope_layers": [0, 1],
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     },
+    "granite": {"model_type": "granite", "attention_multiplier": 0.015625, "logits_scaling": 8, "mlp_bias": True},
+    "granite-plain": {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "seed-oss": {"model_type": "seed_oss", "head_dim": 16},
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
