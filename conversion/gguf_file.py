@@ -48,6 +48,7 @@ from .text_files import present
 ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
@@ -69,6 +70,7 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "gemma3": "gemma3_text",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "qwen3vl": "qwen3",
 }
 """Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral", an "olmo2" file with a window of
 "olmo3"."""

@@ -319,8 +319,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Supported values of `model_type`."""
 
-_TEXT_OF: Mapping[str, str] = {"gemma3": "gemma3_text"}
+_TEXT_OF: Mapping[str, str] = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text"}
 """Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes."""
+
+_SAME_AS: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0})}
+"""Values of `model_type` of text models that compute what a family does, with defaults of their own.
+
+Qwen3-VL rotates channels by three positions, which are equal in text.
+"""
 
 _ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -500,15 +506,21 @@ def from_hf(
 
 
 def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Fields of a model's text part, under the `model_type` of a text model. Other models are returned as they are."""
+    """Fields of a model's text part, under the `model_type` of a family. Other models are returned as they are."""
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in _TEXT_OF:
-        return config
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"{source}: text_config is {shortened(text)}; a {name} model needs an object there")
-    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "quantization_config") if key in config}
-    return {**shared, **text, "model_type": _TEXT_OF[name]}
+    if isinstance(name, str) and name in _TEXT_OF:
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise CheckpointError(f"{source}: text_config is {shortened(text)}; a {name} model needs an object there")
+        shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "quantization_config") if key in config}
+        # The head belongs to the whole model.
+        tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+        name = _TEXT_OF[name]
+        config = {**shared, **text, **tied, "model_type": name}
+    if isinstance(name, str) and name in _SAME_AS:
+        family, defaults = _SAME_AS[name]
+        return {**defaults, **config, "model_type": family}
+    return config
 
 
 def _kinds(

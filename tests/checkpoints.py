@@ -107,6 +107,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     seed: int = 0,
+    architecture: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Write a GGUF file as llama.cpp's converter does; returns its tensors as Hugging Face names and values.
 
@@ -117,9 +118,10 @@ def write_gguf(
         metadata: more fields, under their full names.
         extra: more tensors, float32.
         seed: of the weights.
+        architecture: `general.architecture`, which the family decides by default.
     """
     family = config.family
-    writer = gguf.GGUFWriter(path, ARCHITECTURE_OF[family])
+    writer = gguf.GGUFWriter(path, architecture or ARCHITECTURE_OF[family])
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)

@@ -16,7 +16,7 @@ from kvjax.models import Params
 from kvjax.models.params import name_of
 from kvjax.models.transformer import forward
 
-_SIZES = {
+SIZES = {
     "vocab_size": 101,
     "hidden_size": 36,
     "intermediate_size": 52,
@@ -220,18 +220,8 @@ def logits(params: Params, tokens: Any) -> jax.Array:
     return forward(params, jax.numpy.asarray(tokens))
 
 
-def transformers_model(name: str, seed: int = 0) -> Any:
-    """A transformers model of architecture `name`, float32, with random weights.
-
-    Weights are scaled so that logits are of order 1 and attention has clear favourites; transformers' own initialisation
-    gives attention so even that a wrong rotary embedding would hardly show.
-    """
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.set_num_threads(1)  # several wait for each other for longer than one computes
-    model_type, changes = ARCHITECTURES[name]
-    config = transformers.AutoConfig.for_model(model_type, **_SIZES | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    model.generation_config.eos_token_id = None  # it goes on as long as it is told to
+def randomise(torch: Any, model: Any, seed: int = 0, gain: float = 1.0) -> None:
+    """Draw the weights of a transformers model. `gain` is that of a norm that does not scale: Gemma's adds one to it."""
     generator = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -242,8 +232,22 @@ def transformers_model(name: str, seed: int = 0) -> Any:
         elif path.endswith("bias"):
             weight.data = 0.3 * noise
         else:
-            # The norms of Gemma add one to their weights.
-            weight.data = (0.0 if model_type == "gemma3_text" else 1.0) + 0.2 * noise
+            weight.data = gain + 0.2 * noise
+
+
+def transformers_model(name: str, seed: int = 0) -> Any:
+    """A transformers model of architecture `name`, float32, with random weights.
+
+    Weights are scaled so that logits are of order 1 and attention has clear favourites; transformers' own initialisation
+    gives attention so even that a wrong rotary embedding would hardly show.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.set_num_threads(1)  # several wait for each other for longer than one computes
+    model_type, changes = ARCHITECTURES[name]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # it goes on as long as it is told to
+    randomise(torch, model, seed, gain=0.0 if model_type == "gemma3_text" else 1.0)
     return model.eval()
 
 

@@ -119,6 +119,12 @@ def test_families(tmp_path: Path, name: str) -> None:
     assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
 
 
+def test_qwen3_vl_is_a_qwen3(tmp_path: Path) -> None:
+    config = without_tokens(from_hf(HF_CONFIG | FAMILIES["qwen3"]))
+    values = write_gguf(tmp_path / "m.gguf", config, architecture="qwen3vl")
+    assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
+
+
 def test_gemma_3_without_its_optional_fields(tmp_path: Path) -> None:
     """Files of the first converters store neither pattern nor local base. That of 62 layers has another scale."""
     fields = {key: value for key, value in (HF_CONFIG | GEMMA3).items() if key not in ("layer_types", "sliding_window")}

@@ -364,6 +364,17 @@ def test_the_text_part_of_a_multimodal_model() -> None:
         from_hf({"model_type": "gemma3"})
 
 
+def test_the_text_part_of_qwen3_vl() -> None:
+    """It is a Qwen3, with another default base, and a head that the whole model ties."""
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = HF_CONFIG | {"model_type": "qwen3_vl_text", "rope_scaling": rope}
+    del text["rope_theta"]
+    whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": text, "vision_config": {"depth": 5}}
+    config = from_hf(whole)
+    assert config == from_hf(HF_CONFIG | {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 500000.0})
+    assert from_hf(text) == dataclasses.replace(config, tied=False)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
