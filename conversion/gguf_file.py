@@ -47,6 +47,7 @@ from .text_files import present
 
 ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
@@ -60,7 +61,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
-"""Supported values of `general.architecture`. Mistral files use "llama".
+"""Supported values of `general.architecture`. Files of Mistral models before Mistral Small 3 use "llama".
 
 To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits text in a new way, add that to
 `gguf_tokenizer.py`.
@@ -68,6 +69,7 @@ To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits tex
 
 FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "qwen3vl": "qwen3",
@@ -77,7 +79,7 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
 
 ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama", "olmo3": "olmo2"}
 
-PERMUTED = frozenset({"granite", "llama", "smollm3"})
+PERMUTED = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
 _NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
@@ -372,6 +374,8 @@ class _Metadata(Strict):
     scale_linear: Positive | None = Field(None, alias="rope.scale_linear")  # from files before scaling types existed
     original_window: Size | None = Field(None, alias="rope.scaling.original_context_length")
     attn_factor: Positive | None = Field(None, alias="rope.scaling.attn_factor")
+    log_multiplier: float = Field(0.0, alias="rope.scaling.yarn_log_multiplier", ge=0)
+    query_growth: float = Field(0.0, alias="attention.temperature_scale", ge=0)
     beta_fast: Positive = Field(32.0, alias="rope.scaling.yarn_beta_fast")
     beta_slow: Positive = Field(1.0, alias="rope.scaling.yarn_beta_slow")
 
@@ -470,6 +474,9 @@ def _layers(
     )
     if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)
+    if family.grows_queries and fields.query_growth:
+        period = fields.original_window or fields.context_length
+        mixer = dataclasses.replace(mixer, query_growth=_decimal(fields.query_growth), query_period=period)
     if family.multipliers and fields.attention_scale is not None:
         mixer = dataclasses.replace(mixer, scale=_decimal(fields.attention_scale))
     mlp = MLPConfig(fields.feed_forward_length, "blk.0.ffn_down.bias" in tensors, family.activation)
@@ -551,11 +558,15 @@ def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: i
         case "linear":
             return Linear(factor)
         case "yarn":
+            attention_factor = None
+            if fields.attn_factor or fields.log_multiplier:
+                # The file's factor multiplies YaRN's own, which a logarithm's multiplier divides.
+                log = 0.1 * math.log(factor)
+                attention_factor = (fields.attn_factor or 1.0) * (log + 1.0) / (fields.log_multiplier * log + 1.0)
             return Yarn(
                 factor=factor,
                 original_max_position=original,
-                # The file's factor multiplies YaRN's own.
-                attention_factor=fields.attn_factor and fields.attn_factor * (0.1 * math.log(factor) + 1.0),
+                attention_factor=attention_factor,
                 beta_fast=fields.beta_fast,
                 beta_slow=fields.beta_slow,
             )

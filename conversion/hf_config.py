@@ -99,6 +99,8 @@ class Family:
         dense_layers: whether `decoder_sparse_step` and `mlp_only_layers` give layers a dense MLP. The width of experts is
             then `moe_intermediate_size`, and otherwise `intermediate_size`.
         defaults: values of other fields that a config.json may leave out.
+        grows_queries: whether `llama_4_scaling_beta` is read, as `query_growth` of `AttentionConfig`. Its period is the
+            original window of the rotary embedding.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
         fused_qkv, fused_gate_up: whether the checkpoint stores these projections stacked in one tensor.
     """
@@ -137,6 +139,7 @@ class Family:
     normalized: bool | None = None
     shared_experts: bool = False
     dense_layers: bool = False
+    grows_queries: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -173,6 +176,30 @@ _OLMO2 = Family(
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", qkv_bias=None, output_bias=True, mlp_bias=True, bos=1, eos=(2,)),
     "mistral": Family("MistralForCausalLM", num_kv_heads=8, windows="all", window=4096, bos=1, eos=(2,)),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=128,
+        windows="all",
+        grows_queries=True,
+        bos=1,
+        eos=(2,),
+        defaults=(
+            (
+                "rope_parameters",
+                {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            ),
+        ),
+    ),
     "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="some", window=4096),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -319,8 +346,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Supported values of `model_type`."""
 
-_TEXT_OF: Mapping[str, str] = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text"}
-"""Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes."""
+_TEXT_OF: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "qwen3_vl": ("qwen3_vl_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
+"""Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes. The
+first one is the default.
+"""
 
 _SAME_AS: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0})}
 """Values of `model_type` of text models that compute what a family does, with defaults of their own.
@@ -375,6 +408,7 @@ class _Rope(Strict):
     truncate: bool | None = None
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
+    llama_4_scaling_beta: Annotated[float, Field(ge=0)] | None = None
 
 
 class _Config(Strict):
@@ -515,7 +549,12 @@ def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "quantization_config") if key in config}
         # The head belongs to the whole model.
         tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-        name = _TEXT_OF[name]
+        whole, name = name, text.get("model_type", _TEXT_OF[name][0])
+        if name not in _TEXT_OF[whole]:
+            raise CheckpointError(
+                f"{source}: text_config.model_type is {shortened(name)}; supported in a {whole} model are "
+                f"{' and '.join(_TEXT_OF[whole])}"
+            )
         config = {**shared, **text, **tied, "model_type": name}
     if isinstance(name, str) and name in _SAME_AS:
         family, defaults = _SAME_AS[name]
@@ -532,6 +571,7 @@ def _kinds(
     scalar = _first(held.query_pre_attn_scalar if family.query_scalar else None, family.query_scalar)
     ropes = _ropes(held, family, head_dim, windows, source)
     mlp = MLPConfig(held.intermediate_size, family.mlp_bias and bool(held.mlp_bias), family.activation)
+    growth, period = _query_growth(held, family, source)
     found: dict[int | None, LayerConfig] = {}
     for window in dict.fromkeys(windows):
         mixer = AttentionConfig(
@@ -545,6 +585,8 @@ def _kinds(
             output_bias=bias and family.output_bias,
             qk_norm=family.qk_norm,
             joint_qk_norm=family.joint_qk_norm,
+            query_growth=growth,
+            query_period=period,
         )
         found[window] = LayerConfig(mixer, mlp, family.norms)
     return found
@@ -604,6 +646,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     # By default, transformers pads with Phi-3's id, and rejects an id beyond the vocabulary.
     fields["pad_token_id"] = config.eos[0] if config.eos else None
     fields |= _ropes_to_hf(config, family)
+    if family.grows_queries:
+        fields["rope_parameters"] = _rope_and_growth(config, fields.pop("rope_theta"), fields.pop("rope_scaling", None))
     if family.qkv_bias is None:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:
@@ -702,6 +746,20 @@ def _rope_of(kind: str, config: _Config, family: Family, head_dim: int, source: 
         interleaved=family.interleaved,
         scaling=_scaling(rope, config, source),
     )
+
+
+def _query_growth(config: _Config, family: Family, source: str) -> tuple[float, int | None]:
+    """`query_growth` and `query_period` of attention. The rope fields have them."""
+    fields = [each for each in (config.rope_scaling, config.rope_parameters) if each]
+    growth = _first(*(each.get("llama_4_scaling_beta") for each in fields))
+    if not growth:
+        return 0.0, None
+    if not family.grows_queries:
+        raise CheckpointError(f"{source}: llama_4_scaling_beta of a {config.model_type} model is not supported")
+    period = _first(*(each.get("original_max_position_embeddings") for each in fields))
+    if period is None:
+        raise CheckpointError(f"{source}: llama_4_scaling_beta needs original_max_position_embeddings beside it")
+    return float(growth), int(period)
 
 
 def _rope_fields(key: str, kind: str, config: _Config, source: str) -> _Rope | None:
@@ -855,6 +913,16 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["original_max_position_embeddings"] = rope.scaling.original_max_position
     elif config.family == "phi3":
         fields["original_max_position_embeddings"] = config.max_position
+    return fields
+
+
+def _rope_and_growth(config: ModelConfig, theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Rope fields with the growth of queries, which transformers reads from there, also if it is 0."""
+    mixer = config.layers[0].mixer
+    plain = {"rope_type": "default", "original_max_position_embeddings": mixer.query_period or config.max_position}
+    fields = (scaling or plain) | {"rope_theta": theta, "llama_4_scaling_beta": mixer.query_growth}
+    if fields.get("attention_factor") == 1.0:  # as published models write it, and as llama.cpp's converter reads it
+        fields |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return fields
 
 

@@ -120,6 +120,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_plain(1e4),
         },
     ),
+    "ministral-3": (
+        "ministral3",
+        {
+            "rope_parameters": _YARN
+            | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4}
+        },
+    ),
     "seed-oss": ("seed_oss", {"head_dim": 16, **_plain(1e7)}),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
     "qwen3-moe": (

@@ -35,6 +35,8 @@ class AttentionConfig:
         qkv_bias, output_bias: which projections have a bias.
         qk_norm: whether queries and keys are RMS-normalised before rotation.
         joint_qk_norm: whether `qk_norm` is over all heads of a token together instead of each head.
+        query_growth: β. Queries at position p are multiplied by 1 + β · log(1 + floor(p / `query_period`)). 0 for none.
+        query_period: positions after which the factor on queries grows; None without one.
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
@@ -50,6 +52,8 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    query_growth: float = 0.0
+    query_period: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values. A scale that is the default becomes None, so that equal layers are equal values."""
@@ -65,6 +69,13 @@ class AttentionConfig:
             raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
         if self.joint_qk_norm and not self.qk_norm:
             raise ValueError("joint_qk_norm=True needs qk_norm=True")
+        if not 0 <= self.query_growth < 1e6 or (self.query_growth > 0) != (self.query_period is not None):
+            raise ValueError(
+                f"query_growth={self.query_growth} and query_period={self.query_period} must be given together, or neither; "
+                "query_growth must lie between 0 and 1e6"
+            )
+        if self.query_period is not None:
+            _at_least_one(self, "query_period")
         if self.scale is not None and not 0 < self.scale < 1e6:
             raise ValueError(f"scale={self.scale} must lie between 0 and 1e6")
         if self.scale == self.head_dim**-0.5:

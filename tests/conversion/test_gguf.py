@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", "sliding_window": 20},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "attention_bias": True},
     "granite": GRANITE,
+    "mistral3": {"model_type": "ministral3", "head_dim": 8},
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
     "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
     "qwen3moe-mixed": {
@@ -73,6 +74,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 METADATA: dict[str, dict[str, Any]] = {
     "phi3": {"phi3.attention.sliding_window": 20},
+    "mistral3": {
+        "mistral3.attention.temperature_scale": 0.1,
+        "mistral3.rope.scaling.type": "yarn",
+        "mistral3.rope.scaling.factor": 16.0,
+        "mistral3.rope.scaling.original_context_length": 16384,
+        "mistral3.rope.scaling.yarn_log_multiplier": 1.0,
+    },
     "granite": {
         "granite.embedding_scale": 12.0,
         "granite.attention.scale": 0.015625,

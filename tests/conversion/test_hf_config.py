@@ -56,6 +56,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "granite": {"model_type": "granite", "attention_multiplier": 0.015625, "logits_scaling": 8, "mlp_bias": True},
     "granite-plain": {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    "ministral3": {"model_type": "ministral3", "head_dim": 8},
+    "ministral3-plain": {
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "seed-oss": {"model_type": "seed_oss", "head_dim": 16},
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
@@ -362,6 +369,24 @@ def test_the_text_part_of_a_multimodal_model() -> None:
     assert from_hf(whole) == dataclasses.replace(from_hf(text), eos=(1, 106))
     with pytest.raises(CheckpointError, match="text_config is None; a gemma3 model needs an object there"):
         from_hf({"model_type": "gemma3"})
+
+
+def test_the_text_part_of_mistral_small_3() -> None:
+    """It is a Mistral, or a Ministral 3 whose queries grow with their position."""
+    text = HF_CONFIG | {"head_dim": 8, "sliding_window": None}
+    mistral = {"model_type": "mistral3", "text_config": text | {"model_type": "mistral"}}
+    assert from_hf(mistral) == from_hf(text | {"model_type": "mistral"})
+    ministral = from_hf({"model_type": "mistral3", "text_config": text | {"model_type": "ministral3"}})
+    mixer = ministral.layers[0].mixer
+    assert (ministral.family, mixer.query_growth, mixer.query_period) == ("ministral3", 0.1, 16384)
+    assert mixer.rope.scaling == Yarn(16.0, 16384, attention_factor=1.0)
+    with pytest.raises(CheckpointError, match=r"text_config.model_type is 'mamba'; supported in a mistral3 model are"):
+        from_hf({"model_type": "mistral3", "text_config": text | {"model_type": "mamba"}})
+    rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta of a llama model is not supported"):
+        from_hf(HF_CONFIG | {"rope_parameters": rope})
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta needs original_max_position_embeddings"):
+        from_hf(text | {"model_type": "ministral3", "rope_parameters": rope})
 
 
 def test_the_text_part_of_qwen3_vl() -> None:

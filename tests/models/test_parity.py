@@ -70,7 +70,9 @@ def test_greedy_decoding_equals_transformers(name: str) -> None:
         assert result.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["gemma-3", "olmo3", "granite", "qwen3-moe-mixed", "qwen2-moe", "olmoe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["gemma-3", "olmo3", "granite", "ministral-3", "qwen3-moe-mixed", "qwen2-moe", "olmoe", "mixtral"]
+)
 def test_what_is_written_is_the_same_model(name: str, tmp_path: Path) -> None:
     """Read back by kvjax and by transformers."""
     transformers = pytest.importorskip("transformers")
