@@ -21,6 +21,7 @@ from kvjax.config import LayerConfig, ModelConfig, MoEConfig
 from kvjax.models import Params, init
 from kvjax.policies import Policy
 from kvjax.policies.families.ring import RingLayer
+from kvjax.policies.profile import Profile, fingerprint
 from kvjax.runtime import session
 
 REPRESENTATIVE = {
@@ -68,7 +69,11 @@ def model(name: str) -> Params:
 
 
 def bound(policy: Policy, params: Params) -> Policy:
-    """The policy for all layers of a model."""
+    """The policy for all layers of a model. A profile of `TINY` is taken for one of the model, which has as many heads."""
+    profile = getattr(policy, "profile", None)
+    if isinstance(profile, Profile):
+        made = dataclasses.replace(profile, model=fingerprint(params.config))
+        policy = dataclasses.replace(policy, profile=made)
     found = policy.for_model(params.config)
     specs = layer_specs(params.config, 1, 54, 12, params.dtype)
     rings = [spec.window is not None for spec in specs]
