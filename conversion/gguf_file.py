@@ -47,14 +47,14 @@ from .text_files import present
 
 ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE,
@@ -77,7 +77,11 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
 """Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral", an "olmo2" file with a window of
 "olmo3"."""
 
-ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama", "olmo3": "olmo2"}
+ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "qwen3": "qwen3",
+}
 
 PERMUTED = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
