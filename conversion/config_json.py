@@ -149,6 +149,7 @@ def _build(made: Callable[..., Any], fields: Mapping[str, Any], source: str, **b
 
 @functools.cache
 def _schema(made: Callable[..., Any], names: frozenset[str]) -> type[Strict]:
-    hints = {name: Size if hint is int else hint for name, hint in get_type_hints(made).items()}
+    size = int if made is RopeConfig else Size  # `AttentionConfig` checks how many channels rotate, which may be none
+    hints = {name: size if hint is int else hint for name, hint in get_type_hints(made).items()}
     fields: Any = {name: (hint, ...) for name, hint in hints.items() if name in names}
     return pydantic.create_model(made.__name__, __base__=Strict, **fields)

@@ -37,7 +37,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 from .checkpoint import Checkpoint, StoredTensor
 from .errors import CheckpointError, listed, shortened, told
 from .gguf_tokenizer import ends, read_tokenizer
-from .hf_config import FAMILIES, WINDOW_PATTERN, Family
+from .hf_config import FAMILIES, Family
 from .layout import Layout, hf_layout
 from .mapped import mapped
 from .quantised import BLOCKS, blocks_shape, from_blocks
@@ -49,14 +49,19 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
-"""Supported values of `general.architecture`. Mistral files use "llama".
+"""Supported values of `general.architecture`. Files of Mistral models before Mistral Small 3 use "llama".
 
 To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits text in a new way, add that to
 `gguf_tokenizer.py`.
@@ -64,15 +69,28 @@ To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits tex
 
 FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "qwen3vl": "qwen3",
 }
-"""Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral"."""
+"""Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral", an "olmo2" file with a window of
+"olmo3"."""
 
-ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {"mixtral": "llama"}
+ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "qwen3": "qwen3",
+}
+
+PERMUTED = frozenset({"granite", "llama", "mistral3", "smollm3"})
+"""Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
 _NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
 """Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
+
+_LOCAL_THETA = {"gemma3_text": 10000.0}
+"""Default of `rope.freq_base_swa`, which is that of full attention in other families. llama.cpp has the same."""
 
 _EXPERT_TENSORS = {
     "router": "ffn_gate_inp",
@@ -138,7 +156,7 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path}: its {split.count} files hold {len(tensors)} tensors, but split.tensors.count says {split.num_tensors}"
         )
     config = read_config(metadata, tensors, path)
-    permuted = metadata["general.architecture"] == "llama"
+    permuted = metadata["general.architecture"] in PERMUTED
     return Checkpoint(
         source=path,
         format="gguf",
@@ -348,6 +366,11 @@ class _Metadata(Strict):
     window_pattern: Size | list[bool] | None = Field(None, alias="attention.sliding_window_pattern")
     local_theta: Positive | None = Field(None, alias="rope.freq_base_swa")
     logit_cap: Positive | None = Field(None, alias="final_logit_softcapping")
+    embed_scale: Positive = Field(1.0, alias="embedding_scale")
+    attention_scale: Positive | None = Field(None, alias="attention.scale")
+    residual_scale: Positive = 1.0
+    logit_scale: Positive = 1.0
+    finetuned: bool = Field(True, alias="rope.scaling.finetuned")
     rope_dim: Size | None = Field(None, alias="rope.dimension_count")
     theta: Positive = Field(10000.0, alias="rope.freq_base")
     scaling: str | None = Field(None, alias="rope.scaling.type")
@@ -355,6 +378,8 @@ class _Metadata(Strict):
     scale_linear: Positive | None = Field(None, alias="rope.scale_linear")  # from files before scaling types existed
     original_window: Size | None = Field(None, alias="rope.scaling.original_context_length")
     attn_factor: Positive | None = Field(None, alias="rope.scaling.attn_factor")
+    log_multiplier: float = Field(0.0, alias="rope.scaling.yarn_log_multiplier", ge=0)
+    query_growth: float = Field(0.0, alias="attention.temperature_scale", ge=0)
     beta_fast: Positive = Field(32.0, alias="rope.scaling.yarn_beta_fast")
     beta_slow: Positive = Field(1.0, alias="rope.scaling.yarn_beta_slow")
 
@@ -382,6 +407,8 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     fields = checked_under(_Metadata, metadata, f"{name}.", path)
     tokens = checked_under(_Tokens, metadata, "tokenizer.ggml.", path)
     family_name = "mixtral" if name == "llama" and fields.expert_count else FAMILY_OF[name]
+    if name == "olmo2" and fields.window:
+        family_name = "olmo3"
     family = FAMILIES[family_name]
     if fields.expert_count and family.experts is None:
         raise CheckpointError(
@@ -391,6 +418,14 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: tensor missing, or not a matrix: token_embd.weight")
     vocab_size = int(embedding.shape[1])
+    if family.multipliers and not fields.finetuned:
+        raise CheckpointError(
+            f"{path}: rope.scaling.finetuned is false, which means no rotary embedding; a {family_name} model needs one"
+        )
+
+    def multiplier(value: float) -> float:
+        return _decimal(value) if family.multipliers else 1.0
+
     named = (token for token in (tokens.eos, tokens.eot, tokens.eom) if token is not None)
     texts, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     typed = itertools.zip_longest(texts if isinstance(texts, list) else (), types if isinstance(types, list) else ())
@@ -405,7 +440,9 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTe
             norm_eps=_decimal(fields.norm_eps),
             norm_offset=family.norm_offset,
             tied="output.weight" not in tensors,
-            embed_scale=fields.embedding_length**0.5 if family.scales_embedding else 1.0,
+            embed_scale=fields.embedding_length**0.5 if family.scales_embedding else multiplier(fields.embed_scale),
+            residual_scale=multiplier(fields.residual_scale),
+            logit_divisor=multiplier(fields.logit_scale),
             logit_cap=None if fields.logit_cap is None else _decimal(fields.logit_cap),
             eos=tuple(dict.fromkeys(eos)),
             bos=tokens.bos,
@@ -441,10 +478,16 @@ def _layers(
     )
     if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)
+    if family.grows_queries and fields.query_growth:
+        period = fields.original_window or fields.context_length
+        mixer = dataclasses.replace(mixer, query_growth=_decimal(fields.query_growth), query_period=period)
+    if family.multipliers and fields.attention_scale is not None:
+        mixer = dataclasses.replace(mixer, scale=_decimal(fields.attention_scale))
     mlp = MLPConfig(fields.feed_forward_length, "blk.0.ffn_down.bias" in tensors, family.activation)
     local = rope
     if family.local_theta is not None:  # scaling is for full attention only
-        local = dataclasses.replace(rope, theta=_decimal(fields.local_theta or family.local_theta), scaling=None)
+        theta = fields.local_theta or _LOCAL_THETA.get(family_name, fields.theta)
+        local = dataclasses.replace(rope, theta=_decimal(theta), scaling=None)
 
     moe = None
     if fields.expert_count:
@@ -465,7 +508,8 @@ def _layers(
 
     def layer(i: int, window: int | None) -> LayerConfig:
         own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
-        return LayerConfig(own, moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp, family.norms)
+        made = LayerConfig(own, moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp, family.norms)
+        return made.unrotated if family.unrotated_every and (i + 1) % family.unrotated_every == 0 else made
 
     return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)))
 
@@ -484,7 +528,7 @@ def _windows(fields: _Metadata, family: Family, path: Path) -> list[int | None]:
                 "should have one for each"
             )
         return [window if has_window else None for has_window in pattern]
-    return [window if (i + 1) % (pattern or WINDOW_PATTERN) else None for i in range(fields.block_count)]
+    return [window if (i + 1) % (pattern or family.window_every) else None for i in range(fields.block_count)]
 
 
 def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:
@@ -518,11 +562,15 @@ def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: i
         case "linear":
             return Linear(factor)
         case "yarn":
+            attention_factor = None
+            if fields.attn_factor or fields.log_multiplier:
+                # The file's factor multiplies YaRN's own, which a logarithm's multiplier divides.
+                log = 0.1 * math.log(factor)
+                attention_factor = (fields.attn_factor or 1.0) * (log + 1.0) / (fields.log_multiplier * log + 1.0)
             return Yarn(
                 factor=factor,
                 original_max_position=original,
-                # The file's factor multiplies YaRN's own.
-                attention_factor=fields.attn_factor and fields.attn_factor * (0.1 * math.log(factor) + 1.0),
+                attention_factor=attention_factor,
                 beta_fast=fields.beta_fast,
                 beta_slow=fields.beta_slow,
             )
@@ -567,7 +615,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         path: file that contains the tensor.
         tensor: the tensor's header.
         config: the model's configuration.
-        permuted: whether rows of query and key projections are reordered, as in Llama files; see `_row_order`.
+        permuted: whether rows of query and key projections are reordered, see `_row_order`.
 
     Raises:
         CheckpointError: the tensor's type is not supported.

@@ -75,16 +75,22 @@ class Family:
         mlp_bias: whether `mlp_bias` is read.
         qk_norm, joint_qk_norm: as in `AttentionConfig`.
         norms: as in `LayerConfig`.
-        norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP.
+        norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP. Those
+            of norms that layers lack are empty.
         norm_offset: as in `ModelConfig`.
         activation: activation of the MLPs, as in `MLPConfig`.
         scales_embedding: whether embeddings are multiplied by the square root of hidden_size.
+        multipliers: whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` are
+            read, which are 1 by default.
         tied: default of `tie_word_embeddings`.
         windows: layers that `sliding_window` applies to: "none", "all", "some" (`layer_types` or
             `max_window_layers`), or "pattern" (`layer_types`, or all but each `sliding_window_pattern`-th layer).
         window: default of `sliding_window`.
+        window_every: default of `sliding_window_pattern`.
         local_theta: default of `rope_local_base_freq`, the base of the rotary embedding in layers with a window. None
             if all layers have the same rotary embedding.
+        unrotated_every: default of `no_rope_layer_interval`: each such layer has no rotary embedding, unless
+            `no_rope_layers` says otherwise. None if all layers have one.
         query_scalar: default of `query_pre_attn_scalar`, whose inverse square root is the factor on attention logits.
             None means head_dim.
         experts: names of the experts, if the family has them.
@@ -93,6 +99,8 @@ class Family:
         dense_layers: whether `decoder_sparse_step` and `mlp_only_layers` give layers a dense MLP. The width of experts is
             then `moe_intermediate_size`, and otherwise `intermediate_size`.
         defaults: values of other fields that a config.json may leave out.
+        grows_queries: whether `llama_4_scaling_beta` is read, as `query_growth` of `AttentionConfig`. Its period is the
+            original window of the rotary embedding.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
         fused_qkv, fused_gate_up: whether the checkpoint stores these projections stacked in one tensor.
     """
@@ -119,15 +127,19 @@ class Family:
     norm_offset: float | None = None
     activation: Activation = "silu"
     scales_embedding: bool = False
+    multipliers: bool = False
     tied: bool = False
     windows: str = "none"
     window: int | None = None
+    window_every: int = 6
     local_theta: float | None = None
+    unrotated_every: int | None = None
     query_scalar: int | None = None
     experts: ExpertNames | None = None
     normalized: bool | None = None
     shared_experts: bool = False
     dense_layers: bool = False
+    grows_queries: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -148,9 +160,46 @@ _GLM = Family(
     fused_gate_up=True,
 )
 
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    norm_eps=1e-5,
+    qkv_bias=None,
+    output_bias=True,
+    qk_norm=True,
+    joint_qk_norm=True,
+    norms="post",
+    norm_names=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    norm_offset=0.0,
+    eos=(50279,),
+)
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", qkv_bias=None, output_bias=True, mlp_bias=True, bos=1, eos=(2,)),
     "mistral": Family("MistralForCausalLM", num_kv_heads=8, windows="all", window=4096, bos=1, eos=(2,)),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=128,
+        windows="all",
+        grows_queries=True,
+        bos=1,
+        eos=(2,),
+        defaults=(
+            (
+                "rope_parameters",
+                {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            ),
+        ),
+    ),
     "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="some", window=4096),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -197,6 +246,16 @@ FAMILIES: Mapping[str, Family] = {
         eos=(50279,),
         defaults=(("num_experts", 64), ("num_experts_per_tok", 8)),
     ),
+    "olmo2": _OLMO2,
+    "olmo3": dataclasses.replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        windows="pattern",
+        window=4096,
+        window_every=4,
+        local_theta=500000.0,
+        defaults=(("rope_theta", 500000.0),),
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         norm_eps=1e-5,
@@ -216,6 +275,27 @@ FAMILIES: Mapping[str, Family] = {
         fused_gate_up=True,
         bos=1,
         eos=(32000,),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        num_kv_heads=4,
+        qkv_bias=None,
+        output_bias=True,
+        mlp_bias=True,
+        tied=True,
+        unrotated_every=4,
+        bos=128000,
+        eos=(128001,),
+        defaults=(("rope_theta", 2000000.0),),
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        qkv_bias=None,
+        output_bias=True,
+        mlp_bias=True,
+        multipliers=True,
+        bos=1,
+        eos=(2,),
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -266,8 +346,20 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Supported values of `model_type`."""
 
-_TEXT_OF: Mapping[str, str] = {"gemma3": "gemma3_text"}
-"""Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes."""
+_TEXT_OF: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "qwen3_vl": ("qwen3_vl_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
+"""Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes. The
+first one is the default.
+"""
+
+_SAME_AS: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0})}
+"""Values of `model_type` of text models that compute what a family does, with defaults of their own.
+
+Qwen3-VL rotates channels by three positions, which are equal in text.
+"""
 
 _ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -280,9 +372,6 @@ _PHI3_ORIGINAL_MAX_POSITION = 4096
 
 _MAX_WINDOW_LAYERS = 28
 """Default of `max_window_layers`."""
-
-WINDOW_PATTERN = 6
-"""Default of `sliding_window_pattern`."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers. `rope_parameters` may have an object for each."""
@@ -319,6 +408,7 @@ class _Rope(Strict):
     truncate: bool | None = None
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
+    llama_4_scaling_beta: Annotated[float, Field(ge=0)] | None = None
 
 
 class _Config(Strict):
@@ -351,8 +441,14 @@ class _Config(Strict):
     layer_types: list[str] | None = None
     sliding_window_pattern: Size | None = None
     rope_local_base_freq: Positive | None = None
+    no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Size | None = None
     query_pre_attn_scalar: Positive | None = None
     final_logit_softcapping: Positive | None = None
+    embedding_multiplier: Positive = 1.0
+    attention_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
     attn_logit_softcapping: Positive | None = None
     clip_qkv: Positive | None = None
     use_bidirectional_attention: bool | None = None
@@ -408,18 +504,31 @@ def from_hf(
     windows = _windows(held, family, source)
     default_eos = [token for token in family.eos if token < held.vocab_size]
     default_bos = [token for token in (family.bos,) if token is not None and token < held.vocab_size]
+
+    def multiplier(value: float) -> float:
+        return float(value) if family.multipliers else 1.0
+
     try:
         kinds = _kinds(held, family, windows, source)
         return ModelConfig(
             family=family_name,
             vocab_size=held.vocab_size,
             hidden_size=held.hidden_size,
-            layers=_with_experts(held, family, [kinds[window] for window in windows]),
+            layers=_with_experts(
+                held,
+                family,
+                [
+                    kinds[window] if rotates else kinds[window].unrotated
+                    for window, rotates in zip(windows, _rotating(held, family, source), strict=True)
+                ],
+            ),
             max_position=held.max_position_embeddings,
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
             norm_offset=family.norm_offset,
             tied=_or(held.tie_word_embeddings, family.tied),
-            embed_scale=held.hidden_size**0.5 if family.scales_embedding else 1.0,
+            embed_scale=held.hidden_size**0.5 if family.scales_embedding else multiplier(held.embedding_multiplier),
+            residual_scale=multiplier(held.residual_multiplier),
+            logit_divisor=multiplier(held.logits_scaling),
             logit_cap=held.final_logit_softcapping,
             eos=tuple(_first(generation.eos_token_id, held.given("eos_token_id", default_eos), [])),
             bos=next(iter(held.given("bos_token_id", default_bos) or []), None),
@@ -431,15 +540,26 @@ def from_hf(
 
 
 def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Fields of a model's text part, under the `model_type` of a text model. Other models are returned as they are."""
+    """Fields of a model's text part, under the `model_type` of a family. Other models are returned as they are."""
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in _TEXT_OF:
-        return config
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"{source}: text_config is {shortened(text)}; a {name} model needs an object there")
-    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "quantization_config") if key in config}
-    return {**shared, **text, "model_type": _TEXT_OF[name]}
+    if isinstance(name, str) and name in _TEXT_OF:
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise CheckpointError(f"{source}: text_config is {shortened(text)}; a {name} model needs an object there")
+        shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "quantization_config") if key in config}
+        # The head belongs to the whole model.
+        tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+        whole, name = name, text.get("model_type", _TEXT_OF[name][0])
+        if name not in _TEXT_OF[whole]:
+            raise CheckpointError(
+                f"{source}: text_config.model_type is {shortened(name)}; supported in a {whole} model are "
+                f"{' and '.join(_TEXT_OF[whole])}"
+            )
+        config = {**shared, **text, **tied, "model_type": name}
+    if isinstance(name, str) and name in _SAME_AS:
+        family, defaults = _SAME_AS[name]
+        return {**defaults, **config, "model_type": family}
+    return config
 
 
 def _kinds(
@@ -451,6 +571,7 @@ def _kinds(
     scalar = _first(held.query_pre_attn_scalar if family.query_scalar else None, family.query_scalar)
     ropes = _ropes(held, family, head_dim, windows, source)
     mlp = MLPConfig(held.intermediate_size, family.mlp_bias and bool(held.mlp_bias), family.activation)
+    growth, period = _query_growth(held, family, source)
     found: dict[int | None, LayerConfig] = {}
     for window in dict.fromkeys(windows):
         mixer = AttentionConfig(
@@ -459,11 +580,13 @@ def _kinds(
             head_dim=head_dim,
             rope=ropes[window],
             window=window,
-            scale=None if scalar is None else scalar**-0.5,
+            scale=float(held.attention_multiplier) if family.multipliers else scalar and scalar**-0.5,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias and family.output_bias,
             qk_norm=family.qk_norm,
             joint_qk_norm=family.joint_qk_norm,
+            query_growth=growth,
+            query_period=period,
         )
         found[window] = LayerConfig(mixer, mlp, family.norms)
     return found
@@ -523,6 +646,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     # By default, transformers pads with Phi-3's id, and rejects an id beyond the vocabulary.
     fields["pad_token_id"] = config.eos[0] if config.eos else None
     fields |= _ropes_to_hf(config, family)
+    if family.grows_queries:
+        fields["rope_parameters"] = _rope_and_growth(config, fields.pop("rope_theta"), fields.pop("rope_scaling", None))
     if family.qkv_bias is None:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:
@@ -534,6 +659,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.query_scalar is not None:
         fields["query_pre_attn_scalar"] = _whole(config.layers[0].mixer.logit_scale ** -2)
         fields["final_logit_softcapping"] = config.logit_cap
+    if family.multipliers:
+        fields |= {
+            "embedding_multiplier": config.embed_scale,
+            "attention_multiplier": config.layers[0].mixer.logit_scale,
+            "residual_multiplier": config.residual_scale,
+            "logits_scaling": config.logit_divisor,
+        }
     fields |= _windows_to_hf(config, family)
     if (read := from_hf(fields)) != config:
         raise CheckpointError(f"a {config.family} config.json cannot express {', '.join(_differing(config, read))}")
@@ -567,7 +699,7 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
     if config.clip_qkv is not None:
         raise CheckpointError(f"{source}: clip_qkv is not supported, as queries, keys and values are not clipped")
-    if family.dense_layers and config.use_sliding_window:
+    if (family.dense_layers or family.unrotated_every) and config.use_sliding_window:
         raise CheckpointError(f"{source}: use_sliding_window of a {config.model_type} model is not supported")
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
@@ -614,6 +746,20 @@ def _rope_of(kind: str, config: _Config, family: Family, head_dim: int, source: 
         interleaved=family.interleaved,
         scaling=_scaling(rope, config, source),
     )
+
+
+def _query_growth(config: _Config, family: Family, source: str) -> tuple[float, int | None]:
+    """`query_growth` and `query_period` of attention. The rope fields have them."""
+    fields = [each for each in (config.rope_scaling, config.rope_parameters) if each]
+    growth = _first(*(each.get("llama_4_scaling_beta") for each in fields))
+    if not growth:
+        return 0.0, None
+    if not family.grows_queries:
+        raise CheckpointError(f"{source}: llama_4_scaling_beta of a {config.model_type} model is not supported")
+    period = _first(*(each.get("original_max_position_embeddings") for each in fields))
+    if period is None:
+        raise CheckpointError(f"{source}: llama_4_scaling_beta needs original_max_position_embeddings beside it")
+    return float(growth), int(period)
 
 
 def _rope_fields(key: str, kind: str, config: _Config, source: str) -> _Rope | None:
@@ -721,19 +867,45 @@ def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     return fields | ({"shared_expert_intermediate_size": moe.shared} if family.shared_experts else {})
 
 
+def _rotating(config: _Config, family: Family, source: str) -> list[bool]:
+    """Whether each layer has a rotary embedding."""
+    num_layers = config.num_hidden_layers
+    if family.unrotated_every is None:
+        return [True] * num_layers
+    if config.no_rope_layers is None:
+        every = _or(config.no_rope_layer_interval, family.unrotated_every)
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    if len(config.no_rope_layers) < num_layers:
+        raise CheckpointError(
+            f"{source}: no_rope_layers has {len(config.no_rope_layers)} entries for {num_layers} layers; it should have one "
+            "for each, 1 for a layer with a rotary embedding and 0 for one without"
+        )
+    return [bool(rotates) for rotates in config.no_rope_layers[:num_layers]]
+
+
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Fields of the rotary embeddings. That of layers with a window is written apart if the family has one of its own."""
-    kinds = {layer.mixer.window is not None: layer.mixer for layer in reversed(config.kinds)}
-    mixer = kinds.get(False, config.layers[0].mixer)
+    mixers = [layer.mixer for layer in config.kinds if layer.mixer.rope.dim] or [config.layers[0].mixer]
+    kinds = {mixer.window is not None: mixer for mixer in reversed(mixers)}
+    mixer = kinds.get(False, mixers[0])
     rope, fields = mixer.rope, dict[str, Any]()
+    if family.unrotated_every is not None:
+        fields["no_rope_layers"] = [int(layer.mixer.rope.dim > 0) for layer in config.layers]
     if family.local_theta is None:
         fields["rope_theta"] = rope.theta
     else:
         fields["rope_theta"] = rope.theta if False in kinds else dict(family.defaults)["rope_theta"]
-        fields["rope_local_base_freq"] = kinds[True].rope.theta if True in kinds else family.local_theta
+        local = kinds[True].rope.theta if True in kinds else family.local_theta
+        fields["rope_local_base_freq"] = local
+        # transformers 5 reads the base of OLMo 3's layers with a window from here alone.
+        full = {"rope_type": "default"} if rope.scaling is None else _scaling_to_hf(config, rope)
+        fields["rope_parameters"] = {
+            "full_attention": full | {"rope_theta": fields["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
         if False not in kinds:
             return fields
-    if rope.dim != mixer.head_dim or family.partial_rotary != 1.0:
+    if rope.dim not in (0, mixer.head_dim) or family.partial_rotary != 1.0:
         fields["partial_rotary_factor"] = rope.dim / mixer.head_dim
     if rope.scaling is not None:
         fields["rope_scaling"] = _scaling_to_hf(config, rope)
@@ -741,6 +913,16 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["original_max_position_embeddings"] = rope.scaling.original_max_position
     elif config.family == "phi3":
         fields["original_max_position_embeddings"] = config.max_position
+    return fields
+
+
+def _rope_and_growth(config: ModelConfig, theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Rope fields with the growth of queries, which transformers reads from there, also if it is 0."""
+    mixer = config.layers[0].mixer
+    plain = {"rope_type": "default", "original_max_position_embeddings": mixer.query_period or config.max_position}
+    fields = (scaling or plain) | {"rope_theta": theta, "llama_4_scaling_beta": mixer.query_growth}
+    if fields.get("attention_factor") == 1.0:  # as published models write it, and as llama.cpp's converter reads it
+        fields |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return fields
 
 
@@ -795,7 +977,7 @@ def _windows(config: _Config, family: Family, source: str) -> tuple[int | None, 
         return (None,) * num_layers
     kinds = config.layer_types
     if kinds is None and family.windows == "pattern":
-        every = _or(config.sliding_window_pattern, WINDOW_PATTERN)
+        every = _or(config.sliding_window_pattern, family.window_every)
         return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
     if kinds is None:
         first = _or(config.max_window_layers, _MAX_WINDOW_LAYERS)

@@ -30,10 +30,10 @@ def hf_layout(config: ModelConfig) -> Layout:
 
 def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
     """Layout of one layer, without the prefixes of its number."""
-    block: dict[str, tuple[str, ...]] = {
-        f"{family.norm_names[0]}.weight": ("attn_norm",),
-        "self_attn.o_proj.weight": ("attn.o",),
-    }
+    block: dict[str, tuple[str, ...]] = {}
+    if kind.norms != "post":
+        block[f"{family.norm_names[0]}.weight"] = ("attn_norm",)
+    block["self_attn.o_proj.weight"] = ("attn.o",)
     if family.fused_qkv:
         block["self_attn.qkv_proj.weight"] = ("attn.q", "attn.k", "attn.v")
     else:
@@ -44,10 +44,11 @@ def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
         block["self_attn.o_proj.bias"] = ("attn.o_bias",)
     if kind.mixer.qk_norm:
         block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
-    if kind.norms == "both":
+    if kind.norms != "pre":
         block[f"{family.norm_names[1]}.weight"] = ("attn_post_norm",)
         block[f"{family.norm_names[3]}.weight"] = ("mlp_post_norm",)
-    block[f"{family.norm_names[2]}.weight"] = ("mlp_norm",)
+    if kind.norms != "post":
+        block[f"{family.norm_names[2]}.weight"] = ("mlp_norm",)
     return block | (_experts(family, kind.mlp) if isinstance(kind.mlp, MoEConfig) else _mlp(family, kind.mlp))
 
 

@@ -24,7 +24,9 @@ _PREFIX = "model."
 
 _TEXT = "language_model.", "model.language_model."
 
-_VISION = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+_VISION = tuple(
+    prefix + part for prefix in ("", _PREFIX) for part in ("vision_tower.", "multi_modal_projector.", "visual.")
+)
 
 _COMPARED = 1 << 20
 """Numbers compared at a time."""

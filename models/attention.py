@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import AttentionConfig, Rope
@@ -13,25 +13,27 @@ from kvjax.pallas_kernels import prefill_attention, projection
 from .layer import Layer, biased
 
 
-def heads_of(layer: Layer, x: Float[Array, "... D"]) -> tuple[Array, Array, Array]:
-    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`."""
+def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> tuple[Array, Array, Array]:
+    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`, whose tokens are at positions `pos`."""
     p = layer.params.attn
     x, norm = layer.inputs(x, layer.params.attn_norm)
-    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm))
+    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm), pos)
 
 
-def split_heads(layer: Layer, products: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """Split products of the q, k and v matrices into heads, with biases and norms if the layer has them."""
+def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> tuple[Array, Array, Array]:
+    """Split products of the q, k and v matrices into heads, with biases, norms and query factors if the layer has them."""
     p, (q, k, v) = layer.params.attn, products
-    return _heads(layer, q, p.q_bias, p.q_norm), _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias)
+    return _queries(layer, q, pos), _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias)
 
 
-def queries_ahead(previous: Layer, layer: Layer, x: Float[Array, "... D"]) -> Float[Array, "... N H"]:
+def queries_ahead(
+    previous: Layer, layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]
+) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
     p = layer.params.attn
     x, norm = previous.inputs(x, previous.params.attn_norm)
     (q,) = projection(x, p.q, norm=norm)
-    return _heads(layer, q, p.q_bias, p.q_norm)
+    return _queries(layer, q, pos)
 
 
 def prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
@@ -51,6 +53,16 @@ def causal_attention(config: AttentionConfig, rope: Rope, q: Array, k: Array, v:
     pos = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
     q, k = rope.rotate(q, pos), rope.rotate(k, pos)
     return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window)
+
+
+def _queries(layer: Layer, product: Array, pos: Int[Array, "..."]) -> Float[Array, "... N H"]:
+    """Heads of queries, times the factor of their positions if the layer has one."""
+    p, mixer = layer.params.attn, layer.config.mixer
+    q = _heads(layer, product, p.q_bias, p.q_norm)
+    if mixer.query_period is None:
+        return q
+    factor = 1.0 + mixer.query_growth * jnp.log1p((pos // mixer.query_period).astype(jnp.float32))
+    return q * factor.astype(q.dtype)[..., None, None]
 
 
 def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:

@@ -21,7 +21,7 @@ def add_experts(layer: Layer, p: Experts, x: Float[Array, "... D"], shard: Shard
     """Add the output of a layer's experts to the residual stream `x`."""
     config = layer.config.mlp
     assert isinstance(config, MoEConfig)
-    y = layer.norm(layer.params.mlp_norm)(x).reshape(-1, x.shape[-1])
+    y = layer.normed(x, layer.params.mlp_norm).reshape(-1, x.shape[-1])
     out = routed(config, p, y, shard)
     if p.shared is not None:
         (own,) = projection(hidden_units(p.shared, y, config.activation), p.shared.down, dtype=jnp.float32)

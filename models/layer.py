@@ -53,25 +53,30 @@ class Layer(NamedTuple):
         config: the layer's configuration.
         params: its parameters.
         eps: epsilon of its norms.
-        norm_offset: see `ModelConfig`.
+        norm_offset, residual_scale: see `ModelConfig`.
     """
 
     config: LayerConfig
     params: Block
     eps: float
     norm_offset: float | None = None
+    residual_scale: float = 1.0
 
     def norm(self, gain: Float[Array, " _"]) -> Norm | OffsetNorm:
         """RMS norm with a gain."""
         return norm_of(gain, self.eps, self.norm_offset)
 
-    def inputs(self, x: Float[Array, "... D"], gain: Float[Array, " D"]) -> tuple[Array, Norm | None]:
-        """Inputs of projections that follow a norm, and the norm that the projections apply to them."""
-        return fused_norm(x, self.norm(gain))
+    def normed(self, x: Float[Array, "... D"], gain: Float[Array, " D"] | None) -> Float[Array, "... D"]:
+        """RMS norm of `x`, or `x` without a gain."""
+        return x if gain is None else self.norm(gain)(x)
+
+    def inputs(self, x: Float[Array, "... D"], gain: Float[Array, " D"] | None) -> tuple[Array, Norm | None]:
+        """Inputs of projections that follow a norm, if there is one, and the norm that the projections apply to them."""
+        return (x, None) if gain is None else fused_norm(x, self.norm(gain))
 
 
 def layers_of(params: Params) -> list[Layer]:
     """All layers of a model."""
     c = params.config
     pairs = zip(c.layers, params.layers, strict=True)
-    return [Layer(kind, block, c.norm_eps, c.norm_offset) for kind, block in pairs]
+    return [Layer(kind, block, c.norm_eps, c.norm_offset, c.residual_scale) for kind, block in pairs]

@@ -84,11 +84,11 @@ class Experts:
 
 @flax.struct.dataclass
 class Block:
-    """One transformer block."""
+    """One transformer block. It has the norms that `LayerConfig.norms` says."""
 
-    attn_norm: Float[Array, " D"]
+    attn_norm: Float[Array, " D"] | None
     attn: Attention
-    mlp_norm: Float[Array, " D"]
+    mlp_norm: Float[Array, " D"] | None
     mlp: MLP | Experts
     attn_post_norm: Float[Array, " D"] | None = None
     mlp_post_norm: Float[Array, " D"] | None = None
@@ -198,10 +198,10 @@ def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
     def optional(present: bool, *shape: int) -> Any:
         return array(*shape) if present else None
 
-    a, mlp, post = kind.mixer, kind.mlp, kind.norms == "both"
+    a, mlp, pre, post = kind.mixer, kind.mlp, kind.norms != "post", kind.norms != "pre"
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     return Block(
-        attn_norm=array(width),
+        attn_norm=optional(pre, width),
         attn=Attention(
             q=array(queries, width),
             k=array(keys, width),
@@ -214,7 +214,7 @@ def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
             q_norm=optional(a.qk_norm, queries if a.joint_qk_norm else a.head_dim),
             k_norm=optional(a.qk_norm, keys if a.joint_qk_norm else a.head_dim),
         ),
-        mlp_norm=array(width),
+        mlp_norm=optional(pre, width),
         mlp=_abstract_experts(mlp, width, dtype) if isinstance(mlp, MoEConfig) else _abstract_mlp(mlp, width, dtype),
         attn_post_norm=optional(post, width),
         mlp_post_norm=optional(post, width),

@@ -22,7 +22,7 @@ def add_projection(
     shard: Shard,
 ) -> Float[Array, "... D"]:
     """Add the projection of `h`, with a bias and a norm if the layer has them, to the residual stream `x`."""
-    if shard.model == 1 and bias is None and norm is None:
+    if shard.model == 1 and bias is None and norm is None and layer.residual_scale == 1.0:
         return projection(h, matrix, residual=x)[0]
     (y,) = projection(h, matrix, dtype=_summed_type(x, shard))
     return add_summed(layer, x, y, bias, norm, shard)
@@ -36,11 +36,17 @@ def add_summed(
     norm: Array | None,
     shard: Shard,
 ) -> Float[Array, "... D"]:
-    """Add `y`, of which each device has a summand, to the residual stream `x`. Other arguments as for `add_projection`."""
+    """Add `y`, of which each device has a summand, to the residual stream `x`. Other arguments as for `add_projection`.
+
+    The model's `residual_scale` multiplies what is added.
+    """
     if shard.model > 1:
         y = shard.sum_over_model(y.astype(_summed_type(x, shard)))
     y = biased(y.astype(x.dtype), bias)
-    return x + (y if norm is None else layer.norm(norm)(y))
+    y = layer.normed(y, norm)
+    if layer.residual_scale != 1.0:
+        y = (y.astype(jnp.float32) * layer.residual_scale).astype(x.dtype)
+    return x + y
 
 
 def _summed_type(x: Array, shard: Shard) -> jnp.dtype:

@@ -105,9 +105,9 @@ def hidden(
         kind = config.layers[layer]
         return causal_attention(kind.mixer, ropes[kind], q, k, v)
 
-    x = _embed(params, tokens, shard)
+    x, pos = _embed(params, tokens, shard), _positions(tokens)
     for i, layer in enumerate(layers_of(params)):
-        x = _block(layer, x, partial(attend or causal, i), shard)
+        x = _block(layer, x, pos, partial(attend or causal, i), shard)
     return x
 
 
@@ -133,7 +133,7 @@ def prefill(
             layer.
     """
     shard = caches[0].spec.shard
-    x = _embed(params, tokens, shard)
+    x, pos = _embed(params, tokens, shard), _positions(tokens)
     states: list[Any] = []
     carry: Carry = {}
     for layer, cache in zip(layers_of(params), caches, strict=True):
@@ -153,7 +153,7 @@ def prefill(
             states.append(state)
             return out
 
-        x = _block(layer, x, attend, shard)
+        x = _block(layer, x, pos, attend, shard)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return _logits(params, last, shard), tuple(states)
 
@@ -187,12 +187,12 @@ def decode_step(
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*(heads or heads_of(layer, x)), pos, cache.spec.rope, live)
+        new = Token(*(heads or heads_of(layer, x, pos)), pos, cache.spec.rope, live)
         if cache.needs_token_inputs:
-            new = dataclasses.replace(new, inputs=layer.norm(layer.params.attn_norm)(x))
+            new = dataclasses.replace(new, inputs=layer.normed(x, layer.params.attn_norm))
         if i > 0:
             with calling(cache, "look_ahead"):
-                carry = cache.look_ahead(partial(queries_ahead, layers[i - 1], layer, before), pos, carry)
+                carry = cache.look_ahead(partial(queries_ahead, layers[i - 1], layer, before, pos), pos, carry)
         with calling(cache, "append"):
             held = cache.append(state, new)
         expect_same_state(cache, "append", state, held)
@@ -202,7 +202,7 @@ def decode_step(
         expect_same_state(cache, "attend", held, after)
         updated.append(after if live is None else where_rows(live, after, held))
         before, out = x, out.reshape(*x.shape[:-1], -1)
-        fused = _fused(layer, layers[i + 1], shard) if i + 1 < len(layers) else None
+        fused = _fused(layer, layers[i + 1], pos, shard) if i + 1 < len(layers) else None
         x, heads = (_rest(layer, x, out, shard), None) if fused is None else fused(x, out)
     return _logits(params, x, shard), tuple(updated)
 
@@ -255,7 +255,7 @@ def read_block(
             updated.append(state)
             return out
 
-        x = _block(layer, x, attend, shard)
+        x = _block(layer, x, _positions(tokens, pos), attend, shard)
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return _logits(params, last, shard), tuple(updated)
 
@@ -291,7 +291,7 @@ def attention_gradients(
                 return cache.read_block(state, TokenBlock(q, k, v, pos, count, total, cache.spec.rope), {})[0]
 
             def block(x: Array, more: Array, layer: Layer = layer, attend: Attend = attend) -> Array:
-                out = attend(*heads_of(layer, x))
+                out = attend(*heads_of(layer, x, _positions(tokens, pos)))
                 return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard, more)
 
             x = jax.checkpoint(block)(x, added[i])
@@ -320,9 +320,17 @@ def _scaled(params: Params, x: Array) -> Array:
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
-def _block(layer: Layer, x: Float[Array, "... D"], attend: Attend, shard: Shard = ONE_DEVICE) -> Float[Array, "... D"]:
-    """One transformer block: attention and MLP, each with a norm before it (and after it, in some families) and a residual."""
-    out = attend(*heads_of(layer, x))
+def _positions(tokens: Int[Array, "B T"], first: Int[Array, " B"] | None = None) -> Int[Array, "B T"]:
+    """Positions of a batch's tokens, from `first` in each row, which is 0 by default."""
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return index if first is None else first[:, None] + index
+
+
+def _block(
+    layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."], attend: Attend, shard: Shard = ONE_DEVICE
+) -> Float[Array, "... D"]:
+    """One transformer block: attention and MLP, each with norms before or after it, and a residual."""
+    out = attend(*heads_of(layer, x, pos))
     return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard)
 
 
@@ -330,7 +338,7 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
     """The carry for a layer with input `x`. An `AttentionContext` is added if the layer needs one."""
     if not cache.needs_context:
         return carry
-    norm, matrix, shard = layer.norm(layer.params.attn_norm), layer.params.attn.o, cache.spec.shard
+    matrix, shard = layer.params.attn.o, cache.spec.shard
 
     def output() -> Float[Array, "N H D"]:
         wide = shard.gather_over_same_heads(
@@ -338,20 +346,25 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
         )
         return wide.T.reshape(-1, cache.spec.head_dim, wide.shape[0])
 
-    return AttentionContext(lambda: norm(x), output).with_context(carry)
+    return AttentionContext(lambda: layer.normed(x, layer.params.attn_norm), output).with_context(carry)
 
 
-def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
+def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) -> Fused | None:
     """One operation for the rest of `layer` and the heads of the `following` layer.
 
-    None where the model has biases or norms between the matrices, or where devices all-reduce between them.
+    None where the model has biases, norms or factors between the matrices, or where devices all-reduce between them.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
-    if isinstance(mlp, Experts):
+    if isinstance(mlp, Experts) or own.mlp_norm is None or following.params.attn_norm is None:
         return None
     between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
     first, second = layer.norm(own.mlp_norm), following.norm(following.params.attn_norm)
-    if shard.model > 1 or layer.config.mlp.activation != "silu" or any(a is not None for a in between):
+    if (
+        layer.residual_scale != 1.0
+        or shard.model > 1
+        or layer.config.mlp.activation != "silu"
+        or any(a is not None for a in between)
+    ):
         return None
     if not isinstance(first, Norm) or not isinstance(second, Norm):
         return None
@@ -359,7 +372,7 @@ def _fused(layer: Layer, following: Layer, shard: Shard) -> Fused | None:
 
     def fused(x: Array, out: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         moved = fused_decode_block(out, x, weights)
-        return moved.x, split_heads(following, [moved.q, moved.k, moved.v])
+        return moved.x, split_heads(following, [moved.q, moved.k, moved.v], pos)
 
     return fused
 
@@ -387,4 +400,5 @@ def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     x, norm = fused_norm(x, norm_of(params.norm, c.norm_eps, c.norm_offset))
     (logits,) = projection(x, head, norm=norm, dtype=jnp.float32)
     logits = shard.gather_over_model(logits)[..., : c.vocab_size]  # drops the padding of a sharded vocabulary
+    logits = logits if c.logit_divisor == 1.0 else logits / c.logit_divisor
     return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvjax.config import MLPConfig, MoEConfig
 from kvjax.conversion import CheckpointError, from_hf
 from kvjax.conversion.checkpoint import Checkpoint, expected_shapes
-from kvjax.conversion.gguf_file import ARCHITECTURE_OF, gguf_layout
+from kvjax.conversion.gguf_file import ARCHITECTURE_OF, PERMUTED, gguf_layout
 from kvjax.conversion.layout import hf_layout
 from kvjax.conversion.loading import open_checkpoint
 from kvjax.models import ModelConfig
@@ -107,6 +107,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     seed: int = 0,
+    architecture: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Write a GGUF file as llama.cpp's converter does; returns its tensors as Hugging Face names and values.
 
@@ -117,9 +118,10 @@ def write_gguf(
         metadata: more fields, under their full names.
         extra: more tensors, float32.
         seed: of the weights.
+        architecture: `general.architecture`, which the family decides by default.
     """
     family = config.family
-    writer = gguf.GGUFWriter(path, ARCHITECTURE_OF[family])
+    writer = gguf.GGUFWriter(path, architecture or ARCHITECTURE_OF[family])
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
@@ -146,7 +148,7 @@ def write_gguf(
     rng = np.random.default_rng(seed + 1)
     for name, held in hf_layout(config).items():
         stored, value = by_parameters[held], values[name]
-        if ARCHITECTURE_OF[family] == "llama" and held[0].endswith((".q", ".k", ".q_bias", ".k_bias")):
+        if ARCHITECTURE_OF[family] in PERMUTED and held[0].endswith((".q", ".k", ".q_bias", ".k_bias")):
             heads = config.num_heads if held[0].split(".")[-1].startswith("q") else config.num_kv_heads
             stored_value = interleave(value, heads)
         else:

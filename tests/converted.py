@@ -76,10 +76,39 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "intermediate_size": 16,
         "sliding_window": None,
     },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "intermediate_size": 16},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "rope_theta": 500000.0,
+        "intermediate_size": 16,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 2.0,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 20000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
 }
-"""Fields of each config.json besides the sizes. Gemma's files have a window in all layers but each sixth."""
+"""Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
-_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "glm4": "glm4"}
+_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "smollm3": "llama-bpe", "glm4": "glm4"}
 """Name of the pre-tokenizer, by `model_type`; "qwen2" for others. The converter knows those of published tokenizers alone."""
 
 

@@ -42,7 +42,12 @@ def table() -> str:
 
 
 def _layers(family: Family) -> str:
-    kinds = (_WINDOWS[family.windows], "experts" if family.experts else "", "a shared MLP" * family.shared_experts)
+    kinds = (
+        _WINDOWS[family.windows],
+        "some without rotation" if family.unrotated_every else "",
+        "experts" if family.experts else "",
+        "a shared MLP" * family.shared_experts,
+    )
     return ", ".join(filter(None, kinds)) or "full attention"
 
 

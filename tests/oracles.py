@@ -16,7 +16,7 @@ from kvjax.models import Params
 from kvjax.models.params import name_of
 from kvjax.models.transformer import forward
 
-_SIZES = {
+SIZES = {
     "vocab_size": 101,
     "hidden_size": 36,
     "intermediate_size": 52,
@@ -106,6 +106,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_longrope(128, 3),
         },
     ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, **_plain(2e6)}),
+    "smollm3-yarn": ("smollm3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False, "rope_parameters": _YARN}),
+    "granite": (
+        "granite",
+        {
+            "head_dim": 6,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.8,
+            "mlp_bias": True,
+            **_plain(1e4),
+        },
+    ),
+    "ministral-3": (
+        "ministral3",
+        {
+            "rope_parameters": _YARN
+            | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4}
+        },
+    ),
     "seed-oss": ("seed_oss", {"head_dim": 16, **_plain(1e7)}),
     "glm": ("glm", {"attention_bias": True, "eos_token_id": [2], "rms_norm_eps": 1.5e-7, **_plain(1e4)}),
     "qwen3-moe": (
@@ -150,6 +171,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_plain(1e4),
         },
     ),
+    "olmo2": ("olmo2", {"head_dim": 6, "num_key_value_heads": 3, "attention_bias": True, **_plain(5e5)}),
+    # Only layers with full attention have a scaled rotary embedding.
+    "olmo3": (
+        "olmo3",
+        {
+            "head_dim": 6,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": _YARN,
+            },
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_plain(1e6)}),
     # The attention scale is not that of the head dim, and layers with a window have a rotary embedding of their own.
     "gemma-3": (
@@ -192,18 +227,8 @@ def logits(params: Params, tokens: Any) -> jax.Array:
     return forward(params, jax.numpy.asarray(tokens))
 
 
-def transformers_model(name: str, seed: int = 0) -> Any:
-    """A transformers model of architecture `name`, float32, with random weights.
-
-    Weights are scaled so that logits are of order 1 and attention has clear favourites; transformers' own initialisation
-    gives attention so even that a wrong rotary embedding would hardly show.
-    """
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.set_num_threads(1)  # several wait for each other for longer than one computes
-    model_type, changes = ARCHITECTURES[name]
-    config = transformers.AutoConfig.for_model(model_type, **_SIZES | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    model.generation_config.eos_token_id = None  # it goes on as long as it is told to
+def randomise(torch: Any, model: Any, seed: int = 0, gain: float = 1.0) -> None:
+    """Draw the weights of a transformers model. `gain` is that of a norm that does not scale: Gemma's adds one to it."""
     generator = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -214,8 +239,22 @@ def transformers_model(name: str, seed: int = 0) -> Any:
         elif path.endswith("bias"):
             weight.data = 0.3 * noise
         else:
-            # The norms of Gemma add one to their weights.
-            weight.data = (0.0 if model_type == "gemma3_text" else 1.0) + 0.2 * noise
+            weight.data = gain + 0.2 * noise
+
+
+def transformers_model(name: str, seed: int = 0) -> Any:
+    """A transformers model of architecture `name`, float32, with random weights.
+
+    Weights are scaled so that logits are of order 1 and attention has clear favourites; transformers' own initialisation
+    gives attention so even that a wrong rotary embedding would hardly show.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.set_num_threads(1)  # several wait for each other for longer than one computes
+    model_type, changes = ARCHITECTURES[name]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # it goes on as long as it is told to
+    randomise(torch, model, seed, gain=0.0 if model_type == "gemma3_text" else 1.0)
     return model.eval()
 
 

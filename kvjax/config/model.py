@@ -14,8 +14,8 @@ MAX_LAYERS = 4096
 MOST_TOKENS = 2**31 - 1
 """Largest position that int32 can count."""
 
-Norms = Literal["pre", "both"]
-"""Where a layer has RMS norms: before attention and MLP, or both before and after each."""
+Norms = Literal["pre", "post", "both"]
+"""Where a layer has RMS norms: before attention and MLP, after each, or both."""
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU."""
@@ -35,6 +35,8 @@ class AttentionConfig:
         qkv_bias, output_bias: which projections have a bias.
         qk_norm: whether queries and keys are RMS-normalised before rotation.
         joint_qk_norm: whether `qk_norm` is over all heads of a token together instead of each head.
+        query_growth: β. Queries at position p are multiplied by 1 + β · log(1 + floor(p / `query_period`)). 0 for none.
+        query_period: positions after which the factor on queries grows; None without one.
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
@@ -50,6 +52,8 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    query_growth: float = 0.0
+    query_period: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values. A scale that is the default becomes None, so that equal layers are equal values."""
@@ -65,6 +69,13 @@ class AttentionConfig:
             raise ValueError(f"rope.dim={self.rope.dim} must be even and at most head_dim={self.head_dim}")
         if self.joint_qk_norm and not self.qk_norm:
             raise ValueError("joint_qk_norm=True needs qk_norm=True")
+        if not 0 <= self.query_growth < 1e6 or (self.query_growth > 0) != (self.query_period is not None):
+            raise ValueError(
+                f"query_growth={self.query_growth} and query_period={self.query_period} must be given together, or neither; "
+                "query_growth must lie between 0 and 1e6"
+            )
+        if self.query_period is not None:
+            _at_least_one(self, "query_period")
         if self.scale is not None and not 0 < self.scale < 1e6:
             raise ValueError(f"scale={self.scale} must lie between 0 and 1e6")
         if self.scale == self.head_dim**-0.5:
@@ -156,6 +167,12 @@ class LayerConfig:
     mlp: MLPConfig | MoEConfig
     norms: Norms = "pre"
 
+    @property
+    def unrotated(self) -> "LayerConfig":
+        """The layer without a rotary embedding."""
+        rope = dataclasses.replace(self.mixer.rope, dim=0, scaling=None)
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, rope=rope))
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -175,6 +192,8 @@ class ModelConfig:
             None adds nothing, and rounds the normalised value before the product.
         tied: whether the output head shares the embedding.
         embed_scale: factor on embeddings.
+        residual_scale: factor on the outputs of attention and MLP before they are added to the residual stream.
+        logit_divisor: number that logits are divided by, before `logit_cap`.
         logit_cap: c of logits c · tanh(logits / c); None for plain logits.
         eos: token ids that end a sequence.
         bos: token id that starts a sequence, if the family uses one.
@@ -192,6 +211,8 @@ class ModelConfig:
     norm_offset: float | None = None
     tied: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_cap: float | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
@@ -202,10 +223,9 @@ class ModelConfig:
             raise ValueError(f"num_layers={len(self.layers)} must be at least 1 and at most {MAX_LAYERS}")
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps={self.norm_eps} must lie between 0 and 1")
-        if not 0 < self.embed_scale < 1e6 or not 0 < (1.0 if self.logit_cap is None else self.logit_cap) < 1e6:
-            raise ValueError(
-                f"embed_scale={self.embed_scale} and logit_cap={self.logit_cap} must lie between 0 and 1e6"
-            )
+        for name in ("embed_scale", "residual_scale", "logit_divisor", "logit_cap"):
+            if not 0 < (1.0 if (value := getattr(self, name)) is None else value) < 1e6:
+                raise ValueError(f"{name}={value} must lie between 0 and 1e6")
         for name, tokens in (("eos", self.eos), ("bos", () if self.bos is None else (self.bos,))):
             for token in tokens:
                 if not 0 <= token < self.vocab_size:
@@ -406,10 +426,11 @@ class ModelConfig:
 
     @functools.cached_property
     def context_length(self) -> int:
-        """Context length in tokens: the window, extended by linear scaling or YaRN of every layer."""
-        scalings = {layer.mixer.rope.scaling for layer in self.kinds}
+        """Context length in tokens: the window, extended by linear scaling or YaRN of every layer that rotates."""
+        scalings = {layer.mixer.rope.scaling for layer in self.kinds if layer.mixer.rope.dim}
         extended = min(
-            self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings
+            (self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings),
+            default=self.max_position,
         )
         return min(max(self.max_position, extended), MOST_TOKENS)
 

@@ -32,7 +32,9 @@ def test_recorded_is_what_attention_works_with(tiny, recorded):
         seen.append((q, k, v))
         return causal_attention(tiny.config.layers[0].mixer, tiny.config.rope.resolve(70), q, k, v)
 
-    transformer._block(layers_of(tiny)[0], transformer._embed(tiny, jnp.asarray([TEXT])), attend)
+    transformer._block(
+        layers_of(tiny)[0], transformer._embed(tiny, jnp.asarray([TEXT])), jnp.arange(len(TEXT))[None], attend
+    )
     assert len(recorded) == 2
     first = recorded[0]
     np.testing.assert_allclose(first.v, seen[0][2][0], atol=1e-6)

@@ -29,6 +29,20 @@ GEMMA3: dict[str, Any] = {
     "rope_local_base_freq": 5000.0,
     "final_logit_softcapping": 30.0,
 }
+OLMO3: dict[str, Any] = {
+    "model_type": "olmo3",
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}
+GRANITE: dict[str, Any] = {
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -37,6 +51,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "phi3": {"model_type": "phi3", "sliding_window": 20},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4, "attention_bias": True},
+    "granite": GRANITE,
+    "mistral3": {"model_type": "ministral3", "head_dim": 8},
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
     "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
     "qwen3moe-mixed": {
@@ -48,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": OLMO3,
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3},
     "gemma3": GEMMA3,
     "gemma3-every": {key: value for key, value in GEMMA3.items() if key != "layer_types"}
@@ -55,6 +74,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 METADATA: dict[str, dict[str, Any]] = {
     "phi3": {"phi3.attention.sliding_window": 20},
+    "mistral3": {
+        "mistral3.attention.temperature_scale": 0.1,
+        "mistral3.rope.scaling.type": "yarn",
+        "mistral3.rope.scaling.factor": 16.0,
+        "mistral3.rope.scaling.original_context_length": 16384,
+        "mistral3.rope.scaling.yarn_log_multiplier": 1.0,
+    },
+    "granite": {
+        "granite.embedding_scale": 12.0,
+        "granite.attention.scale": 0.015625,
+        "granite.residual_scale": 0.22,
+        "granite.logit_scale": 16.0,
+    },
+    "olmo3": {
+        "olmo2.attention.sliding_window": 16,
+        "olmo2.rope.scaling.type": "yarn",
+        "olmo2.rope.scaling.factor": 4.0,
+        "olmo2.rope.scaling.original_context_length": 32,
+    },
     "gemma3": {
         "gemma3.attention.sliding_window": 16,
         "gemma3.attention.sliding_window_pattern": [True, False],
@@ -86,6 +124,12 @@ def assert_equal(ours: Params, theirs: Params) -> None:
 def test_families(tmp_path: Path, name: str) -> None:
     config = without_tokens(from_hf(HF_CONFIG | FAMILIES[name]))
     values = write_gguf(tmp_path / "m.gguf", config, metadata=METADATA.get(name))
+    assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
+
+
+def test_qwen3_vl_is_a_qwen3(tmp_path: Path) -> None:
+    config = without_tokens(from_hf(HF_CONFIG | FAMILIES["qwen3"]))
+    values = write_gguf(tmp_path / "m.gguf", config, architecture="qwen3vl")
     assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
 
 

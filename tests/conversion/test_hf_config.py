@@ -48,6 +48,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0]},
     },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5},
+    "smollm3-list": {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1],
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "granite": {"model_type": "granite", "attention_multiplier": 0.015625, "logits_scaling": 8, "mlp_bias": True},
+    "granite-plain": {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    "ministral3": {"model_type": "ministral3", "head_dim": 8},
+    "ministral3-plain": {
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "seed-oss": {"model_type": "seed_oss", "head_dim": 16},
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
@@ -55,6 +70,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-moe-mixed": EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
     "qwen2-moe": EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "olmo2": {"model_type": "olmo2", "attention_bias": True},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 16, "rope_theta": 500000.0},
+    "olmo3-windows": {
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention"] * 2,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 20000.0}},
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 16},
     "gemma3": GEMMA3,
     "gemma3-4b": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "attention_bias": True},
@@ -232,7 +254,7 @@ LEAST = {
 def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     fields = LEAST | {"model_type": family} | change
-    if change and family in ("qwen2_moe", "qwen3_moe"):
+    if change and family in ("qwen2_moe", "qwen3_moe", "smollm3"):
         with pytest.raises(CheckpointError, match=f"use_sliding_window of a {family} model is not supported"):
             from_hf(fields)
         return
@@ -245,12 +267,13 @@ def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: d
     assert config.bos == theirs.bos_token_id
     eos = theirs.eos_token_id
     assert config.eos == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
-    for layer in config.kinds:
+    rotates = getattr(theirs, "no_rope_layers", [1] * 30)
+    for i, layer in enumerate(config.layers):
         mixer = layer.mixer
         kind = "full_attention" if mixer.window is None else "sliding_attention"
         rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
         share = rope.get("partial_rotary_factor", 1.0)
-        assert (mixer.rope.theta, mixer.rope.dim) == (rope["rope_theta"], mixer.head_dim * share)
+        assert (mixer.rope.theta, mixer.rope.dim) == (rope["rope_theta"], mixer.head_dim * share * rotates[i])
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
     assert config.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -324,12 +347,57 @@ def test_gemma_3_27b_has_a_scale_of_its_own() -> None:
     assert config.context_length == 131072, "max_position counts the scaling already, which layers with windows lack"
 
 
+def test_layers_without_rotation() -> None:
+    """Each fourth one by default; scaling, which they lack, still extends the context."""
+    fields = HF_CONFIG | {"model_type": "smollm3", "num_hidden_layers": 8}
+    config = from_hf(
+        fields | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}
+    )
+    assert [layer.mixer.rope.dim for layer in config.layers] == [8, 8, 8, 0] * 2
+    assert config.context_length == 512
+    assert from_hf(fields | {"no_rope_layers": [0] * 8}).context_length == 128
+    assert from_hf(fields | {"no_rope_layer_interval": 2}).layers[1].mixer.rope.dim == 0
+    with pytest.raises(CheckpointError, match="no_rope_layers has 1 entries for 8 layers; it should have one for each"):
+        from_hf(fields | {"no_rope_layers": [1]})
+    with pytest.raises(CheckpointError, match="use_sliding_window of a smollm3 model is not supported"):
+        from_hf(fields | {"use_sliding_window": True})
+
+
 def test_the_text_part_of_a_multimodal_model() -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 6}
     whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {"hidden_size": 5}}
     assert from_hf(whole) == dataclasses.replace(from_hf(text), eos=(1, 106))
     with pytest.raises(CheckpointError, match="text_config is None; a gemma3 model needs an object there"):
         from_hf({"model_type": "gemma3"})
+
+
+def test_the_text_part_of_mistral_small_3() -> None:
+    """It is a Mistral, or a Ministral 3 whose queries grow with their position."""
+    text = HF_CONFIG | {"head_dim": 8, "sliding_window": None}
+    mistral = {"model_type": "mistral3", "text_config": text | {"model_type": "mistral"}}
+    assert from_hf(mistral) == from_hf(text | {"model_type": "mistral"})
+    ministral = from_hf({"model_type": "mistral3", "text_config": text | {"model_type": "ministral3"}})
+    mixer = ministral.layers[0].mixer
+    assert (ministral.family, mixer.query_growth, mixer.query_period) == ("ministral3", 0.1, 16384)
+    assert mixer.rope.scaling == Yarn(16.0, 16384, attention_factor=1.0)
+    with pytest.raises(CheckpointError, match=r"text_config.model_type is 'mamba'; supported in a mistral3 model are"):
+        from_hf({"model_type": "mistral3", "text_config": text | {"model_type": "mamba"}})
+    rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta of a llama model is not supported"):
+        from_hf(HF_CONFIG | {"rope_parameters": rope})
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta needs original_max_position_embeddings"):
+        from_hf(text | {"model_type": "ministral3", "rope_parameters": rope})
+
+
+def test_the_text_part_of_qwen3_vl() -> None:
+    """It is a Qwen3, with another default base, and a head that the whole model ties."""
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = HF_CONFIG | {"model_type": "qwen3_vl_text", "rope_scaling": rope}
+    del text["rope_theta"]
+    whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": text, "vision_config": {"depth": 5}}
+    config = from_hf(whole)
+    assert config == from_hf(HF_CONFIG | {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 500000.0})
+    assert from_hf(text) == dataclasses.replace(config, tied=False)
 
 
 @pytest.mark.parametrize(

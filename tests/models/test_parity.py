@@ -70,7 +70,9 @@ def test_greedy_decoding_equals_transformers(name: str) -> None:
         assert result.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["gemma-3", "qwen3-moe-mixed", "qwen2-moe", "olmoe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["gemma-3", "olmo3", "granite", "ministral-3", "qwen3-moe-mixed", "qwen2-moe", "olmoe", "mixtral"]
+)
 def test_what_is_written_is_the_same_model(name: str, tmp_path: Path) -> None:
     """Read back by kvjax and by transformers."""
     transformers = pytest.importorskip("transformers")
@@ -83,3 +85,21 @@ def test_what_is_written_is_the_same_model(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(oracles.logits(again, tokens), want)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     np.testing.assert_allclose(transformers_logits(theirs, tokens[0]), want[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_model_of_qwen3_vl(tied: bool) -> None:
+    """Logits of text alone, by the weights of the model with its vision tower."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 36}
+    config = transformers.Qwen3VLConfig(
+        text_config=oracles.SIZES
+        | {"head_dim": 16, "rope_parameters": {"rope_theta": 5e5, "mrope_section": [4, 2, 2]}},
+        vision_config=vision | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        tie_word_embeddings=tied,
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    oracles.randomise(torch, model)
+    params = oracles.converted(model)
+    assert (params.config.family, params.config.tied) == ("qwen3", tied)
+    assert largest_difference(model, params, (40, 7)) <= 1e-4

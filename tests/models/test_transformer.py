@@ -20,7 +20,7 @@ def test_biases_are_added(tiny: Params) -> None:
     (layer, *_) = layers_of(tiny)
     biases = dataclasses.replace(layer.params.attn, q_bias=q_bias, k_bias=k_bias)
     layer = layer._replace(params=dataclasses.replace(layer.params, attn=biases))
-    got_q, got_k, got_v = jax.jit(lambda q, k: split_heads(layer, [q, k, k]))(q, k)
+    got_q, got_k, got_v = jax.jit(lambda q, k: split_heads(layer, [q, k, k], jnp.zeros(q.shape[:-1], jnp.int32)))(q, k)
     np.testing.assert_allclose(got_q, (q + q_bias).reshape(2, 3, 4, 16), rtol=1e-6)
     np.testing.assert_allclose(got_k, (k + k_bias).reshape(2, 3, 2, 16), rtol=1e-6)
     np.testing.assert_array_equal(got_v, k.reshape(2, 3, 2, 16))

@@ -1,6 +1,7 @@
 """The invariants in which a model takes part, of every policy, over models with other layers than Llama's.
 
-One model has layers with windows among those that policies compress, and one has mixtures of experts.
+One model has layers with windows among those that policies compress, one has mixtures of experts, and one has what else
+families differ in.
 """
 
 import dataclasses
@@ -20,14 +21,17 @@ from kvjax.config import LayerConfig, ModelConfig, MoEConfig
 from kvjax.models import Params, init
 from kvjax.policies import Policy
 from kvjax.policies.families.ring import RingLayer
+from kvjax.policies.profile import Profile, fingerprint
 from kvjax.runtime import session
 
 REPRESENTATIVE = {
     "windows": {"treekv", "adakv", "quest", "turboquant(full)"},
     "experts": {"snapkv"},
+    "families": {"treekv"},
 }
 """Policies of the slow tier, by model. Other policies are in the tier `long`. Windows have policies that merge tokens, that
-have a budget per head, that select and that quantise. Experts change no cache.
+have a budget per head, that select and that quantise. Experts change no cache. Other families have a policy that rotates keys
+again.
 """
 
 
@@ -44,18 +48,32 @@ def mixed(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, layers=tuple(LayerConfig(config.layers[0].mixer, each) for each in experts))
 
 
+def varied(config: ModelConfig) -> ModelConfig:
+    """The model with factors, a layer without rotary embedding, and one with norms after its parts and growing queries."""
+    layer = config.layers[0]
+    grows = dataclasses.replace(layer.mixer, query_growth=0.5, query_period=16)
+    layers = dataclasses.replace(layer, mixer=grows, norms="post"), layer.unrotated
+    return dataclasses.replace(config, layers=layers, embed_scale=2.0, residual_scale=0.5, logit_divisor=0.5)
+
+
 @functools.cache
 def model(name: str) -> Params:
     """A random model that policies which are bound to `TINY` fit."""
     if name == "experts":
         return init(mixed(TINY), jax.random.key(6))
+    if name == "families":
+        return init(varied(TINY), jax.random.key(8))
     found = init(windowed(TINY, 8, None, 24, None), jax.random.key(5))
     assert found.config.for_policy == TINY
     return found
 
 
 def bound(policy: Policy, params: Params) -> Policy:
-    """The policy for all layers of a model."""
+    """The policy for all layers of a model. A profile of `TINY` is taken for one of the model, which has as many heads."""
+    profile = getattr(policy, "profile", None)
+    if isinstance(profile, Profile):
+        made = dataclasses.replace(profile, model=fingerprint(params.config))
+        policy = dataclasses.replace(policy, profile=made)
     found = policy.for_model(params.config)
     specs = layer_specs(params.config, 1, 54, 12, params.dtype)
     rings = [spec.window is not None for spec in specs]
