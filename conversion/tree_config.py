@@ -6,7 +6,7 @@ from typing import Any
 from kvjax.config import AttentionConfig, LayerConfig, Linear, Llama3, MLPConfig, ModelConfig, MoEConfig, RopeConfig
 
 from .errors import CheckpointError
-from .hf_config import FAMILIES, WINDOW_PATTERN, from_hf
+from .hf_config import FAMILIES, from_hf
 
 MAX_POSITION = 1 << 17
 """Window in tokens of models of these libraries, which have none."""
@@ -64,7 +64,7 @@ def _tunix(config: Any) -> ModelConfig:
             f"tunix: a configuration of {type(config).__module__} is not supported. Use one of {', '.join(_TUNIX)}."
         )
     if module == "gemma3":
-        local = [(i + 1) % WINDOW_PATTERN != 0 for i in range(config.num_layers)]
+        local = [(i + 1) % FAMILIES["gemma3_text"].window_every != 0 for i in range(config.num_layers)]
         return _gemma3(config, local)
     return tunix_config(config, _TUNIX[module])
 

@@ -11,7 +11,7 @@ from flax.core import meta
 
 from kvjax.config import ModelConfig
 from kvjax.models import Params, abstract
-from kvjax.models.params import tree_map_named
+from kvjax.models.params import TREES, tree_map_named
 from kvjax.models.sharding import unpadded
 
 from .errors import CheckpointError, listed
@@ -164,3 +164,6 @@ def _scaled(array: jax.Array, factor: float) -> jax.Array:
     if factor == 1:
         return array
     return (array.astype(jnp.float32) * jnp.float32(factor)).astype(array.dtype)
+
+
+TREES.read, TREES.write = from_tree, to_tree

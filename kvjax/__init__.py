@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from . import policies as policies
     from .conversion import load as load
     from .conversion import save as save
-    from .models import Params as Params
+    from .conversion.trees import Params as Params
     from .planning import Plan as Plan
     from .planning import plan as plan
     from .policies import Policy as Policy
@@ -59,7 +59,7 @@ _NAMES = {
         "load",
         "save",
     ),
-    "models": ("Params",),
+    "conversion.trees": ("Params",),  # which registers what `Params.from_tree` calls
     "planning": (
         "Plan",
         "plan",

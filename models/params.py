@@ -8,7 +8,6 @@ of the default model).
 
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +121,7 @@ class Params:
         Example:
             >>> params = kvjax.Params.from_tree(nnx.state(model, nnx.Param), "tunix", model.config)
         """
-        return _conversion().from_tree(tree, layout, config, dtype=dtype, tokenizer=tokenizer)
+        return _registered(TREES.read)(tree, layout, config, dtype=dtype, tokenizer=tokenizer)
 
     def to_tree(self, layout: str, *, stacked: bool = True) -> dict[Any, Any]:
         """Write the parameters as the tree of tunix, gemma or MaxText. See `kvjax.conversion.to_tree`.
@@ -130,7 +129,7 @@ class Params:
         Example:
             >>> tree = params.to_tree("maxtext")
         """
-        return _conversion().to_tree(self, layout, stacked=stacked)
+        return _registered(TREES.write)(self, layout, stacked=stacked)
 
     def __repr__(self) -> str:
         """Summary of the model. Leaves may be of any type, as after `jax.tree.map`."""
@@ -151,9 +150,28 @@ class Params:
         )
 
 
-def _conversion() -> Any:
-    """The package of checkpoints, which builds on this one and is loaded when it is needed."""
-    return importlib.import_module("kvjax.conversion")
+@dataclasses.dataclass
+class TreeFunctions:
+    """What reads and writes trees of other libraries.
+
+    `kvjax.conversion` builds on this package, and puts its functions here.
+
+    Attributes:
+        read, write: `from_tree` and `to_tree` of `kvjax.conversion`; None before it is imported.
+    """
+
+    read: Callable[..., Any] | None = None
+    write: Callable[..., Any] | None = None
+
+
+TREES = TreeFunctions()
+"""The functions of this process."""
+
+
+def _registered(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    if function is None:
+        raise RuntimeError("trees are read and written by kvjax.conversion, which is not imported; import it first")
+    return function
 
 
 def without_text(params: Params) -> Params:
