@@ -35,7 +35,7 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
     """
     if not len(tokens):
         raise ValueError("the prompt is empty; give at least one token")
-    engine = Engine(params, policy, prompt_len=len(tokens), max_new_tokens=new_tokens)
+    engine = Engine(params, policy, prompt_len=len(tokens), max_new_tokens=new_tokens, mixed=False)
     state, _ = engine.prefill([list(tokens)])
     held = np.zeros((len(engine.specs), params.config.num_kv_heads, len(tokens)), bool)
     for mask, slots in zip(held, engine.slots(state), strict=True):

@@ -89,6 +89,7 @@ class Case:
             batch=batch,
             prompt_len=self.context,
             max_new_tokens=self.new_tokens,
+            mixed=False,
             dtype=self.dtype,
             mesh=self.mesh or None,
         )

@@ -82,6 +82,7 @@ class Plan:
             prompt_len=batch.prompt,
             max_new_tokens=batch.new_tokens,
             block=self.block(policy, batch),
+            mixed=False,
         )
         names = "cache_bytes", "host_cache_bytes", "full_cache_bytes"
         return {name: getattr(engine, name) / batch.rows for name in names}

@@ -296,7 +296,7 @@ class _Question:
         if block is None and context > BLOCK:
             specs = layer_specs(shapes.config, 1, context, self.new_tokens, shapes.dtype, block=BLOCK)
             block = BLOCK if all(policy.layer(spec).reads == "blocks" for spec in specs) else None
-        return Engine(shapes, policy, **options, mesh=mesh, block=block)
+        return Engine(shapes, policy, **options, mesh=mesh, block=block, mixed=False)
 
     def _way(self, shapes: Params, kind: Kind, asked: str, notes: tuple[str, ...], sizes: _Sizes) -> Plan:
         policy = self.bound[asked]

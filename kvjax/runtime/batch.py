@@ -162,6 +162,7 @@ class Batch:
             max_new_tokens=max_new_tokens,
             max_total_tokens=max_total_tokens,
             block=block,
+            mixed=mixed,
             dtype=dtype,
             mesh=mesh,
         )

@@ -57,7 +57,9 @@ def beam_search(
     if beams > params.config.vocab_size:
         raise ValueError(f"beams={beams}; give at most the vocabulary, {params.config.vocab_size}")
     ids = list(token_ids(params, prompt, one=True)[0][0])
-    engine = Engine(params, policy, budget, batch=beams, prompt_len=len(ids), max_new_tokens=request.max_new_tokens)
+    engine = Engine(
+        params, policy, budget, batch=beams, prompt_len=len(ids), max_new_tokens=request.max_new_tokens, mixed=False
+    )
     if engine.shard.mesh is not None:
         raise ValueError("the weights are on a mesh; load them on one device for beam search")
     total = np.full((beams,), len(ids) + request.max_new_tokens, np.int32)

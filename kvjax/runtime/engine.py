@@ -81,6 +81,8 @@ class Engine:
             selects one of two rotations for everything that the engine runs: up to the original window, or beyond.
         block: tokens per block of chunked prefill (see `begin` and `extend`), so that memory does not grow with the
             prompt. None prefills whole prompts.
+        mixed: whether the prompt of a batch of one may be much shorter than `prompt_len`. Otherwise its length is rounded
+            up to `prompt_len`, and some policies need less memory.
         dtype: type of the weights; by default that of `model`, or bfloat16 for a configuration.
         mesh: devices to run on: a `jax.sharding.Mesh`, or text such as "data=2,model=4". By default, weights that are
             on a mesh run there. With an `AbstractMesh` the engine only reports sizes. The axes are optional:
@@ -121,6 +123,7 @@ class Engine:
         max_new_tokens: int = 128,
         max_total_tokens: int | None = None,
         block: int | None = None,
+        mixed: bool = True,
         dtype: Any = None,
         mesh: Mesh | AbstractMesh | str | None = None,
     ) -> None:
@@ -160,6 +163,8 @@ class Engine:
                 f"batch={batch}, but the mesh shards the batch over {self.shard.data} devices; give a multiple of {self.shard.data}"
             )
         specs = layer_specs(self.config, batch, prompt_len, self.max_new_tokens, self.weights.dtype, total, block)
+        if mixed and batch == 1:
+            specs = tuple(dataclasses.replace(spec, mixed=True) for spec in specs)
         self.specs = _specs_on(specs, self.shard)
         words = told(self.layers, model.tokenizer if isinstance(model, Params) else None)
         if any(words.values()):

@@ -659,6 +659,7 @@ class Run:
             max_new_tokens=max(map(self._new_tokens, rows)),
             max_total_tokens=given if self.params.config.rope_changes_after else max(map(self._total, rows)),
             block=self.prefill_block,
+            mixed=False,
             mesh=self.mesh,
         )
 

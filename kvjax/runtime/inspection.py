@@ -40,7 +40,7 @@ def retained_positions(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; give 1 or more")
     positions = len(ids) + max_new_tokens - 1
-    engine = Engine(params, policy, prompt_len=len(ids), max_new_tokens=max_new_tokens)
+    engine = Engine(params, policy, prompt_len=len(ids), max_new_tokens=max_new_tokens, mixed=False)
     state, _ = engine.prefill([ids])
     held = [_held(engine, state, positions)]
     for _ in range(max_new_tokens - 1):

@@ -113,6 +113,15 @@ def test_a_batch_may_hold_short_rows():
     assert policy.layer(dataclasses.replace(last, batch=2)).capacity >= 512 + 8 > policy.layer(last).capacity
 
 
+def test_a_prompt_may_be_much_shorter_than_its_engine_is_for(tiny):
+    """Within the budget it is kept whole in every layer, as are new tokens, in the only row of a batch."""
+    engine = kvjax.Engine(tiny, PyramidKV(budget=64), prompt_len=200, max_new_tokens=16)
+    state, _ = engine.prefill([np.random.default_rng(0).integers(0, 64, 60).tolist()])
+    state, *_ = engine.decode(state, 16)
+    for slots in engine.slots(state):
+        assert np.asarray(slots.live).sum(axis=-1).tolist() == [[76, 76]]
+
+
 def test_budgets_for_any_policy():
     assert sum(layer_budgets(2048, 32, window=8)) == 65_296 + 32 * 8
     assert layer_budgets(2048, 32, window=8)[0] == 3986
