@@ -50,6 +50,7 @@ def chat(
     from kvjax.runtime.sampling import make_sampler
 
     chosen = read_policy(policy, budget, settings)
+    checks.check_temperature(temperature)
     make_sampler(temperature, None, top_p)
     check_unbound(chosen, prefill_block, over_mesh=source.mesh is not None)
     params = source.load()

@@ -97,3 +97,9 @@ def destination(path: Path | None, folder: bool = False) -> None:
         raise NotADirectoryError(f"{path} cannot be written: {above} is not a folder")
     if not os.access(above, os.W_OK):
         raise PermissionError(f"{path} cannot be written: the folder {above} is not writable")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise `ValueError` if a temperature is below 0, is not a number, or overflows float32."""
+    if not 0 <= temperature <= 1e38:
+        raise ValueError(f"temperature={temperature}; give 0 (greedy) or more")

@@ -85,8 +85,7 @@ def generate(
     from kvjax.runtime.sampling import make_sampler
 
     chosen = read_policy(policy, budget, settings)  # before the model is loaded, so that errors appear at once
-    if not 0 <= temperature <= 1e38:  # larger numbers overflow float32
-        raise ValueError(f"temperature={temperature}; give 0 (greedy) or more")
+    checks.check_temperature(temperature)
     make_sampler(temperature, top_k, top_p, min_p)
     check_unbound(chosen, prefill_block, over_mesh=source.mesh is not None)
     amount("max_new_tokens", max_new_tokens)

@@ -15,12 +15,12 @@ def standard_error(samples: Any) -> float:
     return float(np.std(samples, ddof=1)) / len(samples) ** 0.5 if len(samples) > 1 else float("nan")
 
 
-def mean_interval(samples: Iterable[float]) -> tuple[float, float]:
-    """The mean, and half the width of its interval; NaN for a single sample."""
+def mean_interval(samples: Any) -> tuple[float, float]:
+    """The mean of some numbers, and half the width of its interval; NaN for a single sample."""
     return means_interval([samples])
 
 
-def means_interval(groups: Iterable[Iterable[float]]) -> tuple[float, float]:
+def means_interval(groups: Iterable[Any]) -> tuple[float, float]:
     """The mean over groups of their means, and half the width of its interval; groups are independent.
 
     Degrees of freedom are Welch's and Satterthwaite's: of variances v_i of means of n_i samples, (Σ v_i)² / Σ (v_i² / (n_i - 1)).

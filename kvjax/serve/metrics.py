@@ -19,7 +19,7 @@ class _Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _listen(self, event: str, duration_secs: float | int, **kwargs: str | int) -> None:
         self.count += event.endswith("/backend_compile_duration")
 
 

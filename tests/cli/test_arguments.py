@@ -80,6 +80,8 @@ BASES: dict[str, list[str]] = {
     "bench": [],
     "inspect": ["nowhere"],
     "plan": ["--device", "t4"],
+    "chat": [],
+    "serve": [],
 }
 
 
@@ -138,6 +140,17 @@ NUMBERS = [
     ("plan", "--prefill-block", []),
     ("plan", "--memory", ["0", HUGE]),
     ("plan", "--policy=treekv --budget", []),
+    ("chat", "--room", []),
+    ("chat", "--max-new-tokens", []),
+    ("chat", "--temperature", ["0"]),
+    ("chat", "--top-p", []),
+    ("chat", "--seed", ["0"]),
+    ("chat", "--policy=treekv --budget", []),
+    ("serve", "--rows", []),
+    ("serve", "--max-total-tokens", []),
+    ("serve", "--max-new-tokens", []),
+    ("serve", "--prefill-block", []),
+    ("serve", "--policy=treekv --budget", []),
 ]
 
 
