@@ -8,6 +8,11 @@ import pytest
 from hypothesis import strategies as st
 from serve_client import Client
 
+# The server runs in other threads while requests are drawn. What these do with `random` is not part of the draw.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
+)
+
 TEXT = st.text(st.characters(codec=None), max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | TEXT,
