@@ -23,7 +23,7 @@ PROMPTS = [np.random.default_rng(i).integers(0, 64, n).tolist() for i, n in enum
 NEW = 16
 
 # What the page says that needs more of a model.
-NEEDS_MORE = {"kvzip", "attention_matching", "kvzap", "fast_kvzip", "infinigen"}
+NEEDS_MORE = {"kvzip", "kvgrad", "attention_matching", "kvzap", "fast_kvzip", "infinigen"}
 POLICIES = [p for p in every_policy(budget=24) if p.info.name not in NEEDS_MORE]
 
 
