@@ -3,7 +3,8 @@
 from jaxtyping import Array, Float
 
 from kvjax.cache import Shard
-from kvjax.pallas_kernels import ACTIVATIONS, Norm, gated_projection, projection
+from kvjax.pallas_kernels import Norm, gated_projection, projection
+from kvjax.pallas_kernels.activations import ACTIVATIONS
 
 from .layer import Layer, biased
 from .params import MLP

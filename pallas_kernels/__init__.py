@@ -12,7 +12,6 @@ Every operation also has an XLA reference. There is one folder per group of oper
 The docstring of each folder names the replacement for its Triton kernels, which JAX has deprecated.
 """
 
-from .activations import ACTIVATIONS as ACTIVATIONS
 from .block_scores import centroid_scores as centroid_scores
 from .block_scores import page_scores as page_scores
 from .block_scores import widen_bounds as widen_bounds

@@ -190,12 +190,10 @@ class ScoreEviction(PromptScorer):
     Ties evict the latest token, as in the prompt. A policy with a field `every` evicts in rounds. A head grows to
     budget + `every` - 1 tokens, and the next token cuts it to the budget.
 
-    Class attributes:
+    Attributes:
         scores_alone: whether a token's score depends on the token and its position alone and never changes. `scores` of
             a prompt and `initial_score` then agree, `update_score` changes nothing, and `thresholded` is supported.
         needs_inputs: whether `prompt_scores` and `initial_score` need the attention inputs of their tokens.
-
-    Attributes:
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
     """
 
