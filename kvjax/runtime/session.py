@@ -173,7 +173,7 @@ class Session:
         # One more, for the prompt's last token.
         mesh = mesh_of(params) if mesh is None else get_mesh(mesh)
         self._rows = get_shard(mesh, params.config).data
-        sizes = {"batch": self._rows, "prompt_len": longest - 1, "max_new_tokens": most + 1}
+        sizes: dict[str, Any] = {"batch": self._rows, "prompt_len": longest - 1, "max_new_tokens": most + 1}
         self._engine = Engine(params, policy, **sizes, block=block, mesh=mesh)
         if max_new_tokens is None:
             _check_endless(self._engine, sizes, params)
@@ -553,7 +553,7 @@ def _steps(request: Request) -> int:
     return STREAM_STEPS if request.stop else decoding.CHUNK
 
 
-def _check_endless(engine: Engine, sizes: Mapping[str, int], params: Params) -> None:
+def _check_endless(engine: Engine, sizes: Mapping[str, Any], params: Params) -> None:
     """Raise `PolicyError` unless a session may go on without an end.
 
     Args:
