@@ -4,8 +4,8 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=.93 python -m benchmarks.compile_time --older /tmp/older --policies clusterkv:1024,rkv:1024
 
 Each policy and version has its own process, and compiles the prefill program and the decode program one after the
-other. `trace_s` is JAX's tracing and lowering. `compile_s` is XLA's time, of which `autotune_s` is the difference to a
-second run without autotuning (`--autotuning`). No weights are allocated.
+other. `trace_s` is JAX's tracing and lowering, and `compile_s` XLA's time. With `--autotuning`, a second run compiles
+without autotuning, and `autotune_s` is the difference. No weights are allocated.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Benchmark cases of `expert_mlp`: decode steps and prefill of a mixture of experts.
 
-One layer of Qwen3-30B-A3B's shape: 128 experts, of which each token has 8.
+One layer of Qwen3-30B-A3B's shape: each token has 8 of 128 experts.
 
 `benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """

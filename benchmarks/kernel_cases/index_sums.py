@@ -24,7 +24,7 @@ SHAPES = ((32, 1152), (8, 2176))
 
 
 def cases() -> Iterator[Case]:
-    """Random indices, of which some are negative."""
+    """Random indices. Some are negative."""
     for rows, count in SHAPES:
         yield Case(
             operation="index_sums",

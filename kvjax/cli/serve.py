@@ -2,6 +2,7 @@
 
 import dataclasses
 import ipaddress
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -201,9 +202,14 @@ def serve(
     console.say(
         "progress",
         f"serving {shared.name} at http://{access.host}:{access.port}/v1, {batch.rows} rows of {console.size(batch.row_bytes)}; "
-        "/ready tells when all programs are compiled",
+        "compiling programs",
     )
-    if not run(Server(params, batch, shared, steps=steps), access.host, access.port):
+    begun = time.perf_counter()
+
+    def ready() -> None:
+        console.say("progress", f"ready after {time.perf_counter() - begun:.0f} s")
+
+    if not run(Server(params, batch, shared, steps=steps), access.host, access.port, ready):
         raise typer.Exit(1)
 
 

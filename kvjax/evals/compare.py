@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from kvjax.runtime.processes import is_first
 
 from .budgets import matched
 from .measure import Outcome, prepare
-from .report import header, model_fingerprint, write
+from .report import header, model_fingerprint, name_part, write
 from .task import Task
 from .tasks import Inputs, task_name
 
@@ -140,7 +139,7 @@ def compare(
                         stacklevel=2,
                     )
                 if fitted not in measured:
-                    file = f"{name}-{slug(labels[policy])}" + ("" if target is None else f"-{target:g}")
+                    file = f"{name}-{name_part(labels[policy])}" + ("" if target is None else f"-{target:g}")
                     found = ready.run(fitted, None if out is None else out / f"{file}.jsonl", progress)
                     measured[fitted] = dataclasses.replace(found, policy=labels[policy])
                 cells.append(Cell(target, measured[fitted]))
@@ -200,11 +199,6 @@ def _labels(policies: Sequence[Policy]) -> dict[Policy, str]:
     """Names of policies; of several with one name, their texts with hyperparameters."""
     count = Counter(policy.info.name for policy in dict.fromkeys(policies))
     return {policy: policy.info.name if count[policy.info.name] == 1 else str(policy) for policy in policies}
-
-
-def slug(label: str) -> str:
-    """Label of a policy as part of a file's name."""
-    return re.sub(r"[/\\:*?\"<>| ;]+", "_", label)
 
 
 def _on_target(share: float, target: float | None) -> bool:

@@ -20,12 +20,11 @@ from kvjax.runtime.processes import is_first
 
 from . import runner
 from .budgets import matched
-from .compare import slug
 from .following import following
 from .halving import Halving, halve, round_sizes
 from .intervals import mean_interval
 from .plan import Batch, Plan
-from .report import ResultFile, header, model_fingerprint, write
+from .report import ResultFile, header, model_fingerprint, name_part, write
 from .runner import described, described_policy, digest
 from .task import Task
 from .tasks import MEASURES, Inputs, make_task, task_name
@@ -238,7 +237,7 @@ def recommend(
 
     def scores(policy: Policy, count: int) -> Sequence[float]:
         progress = None if report is None else report(f"{policy} · {count} of {measure.count}")
-        return measure.scores(policy, count, None if out is None else out / f"{slug(str(policy))}.jsonl", progress)
+        return measure.scores(policy, count, None if out is None else out / f"{name_part(str(policy))}.jsonl", progress)
 
     sizes = round_sizes(len(candidates), measure.count, least=batch)
     halving: Halving[Policy] = halve([each.policy for each in candidates], scores, sizes)

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import platform
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -188,3 +189,8 @@ def _is_json(line: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+def name_part(label: str) -> str:
+    """Label of a policy as part of a file's name."""
+    return re.sub(r"[/\\:*?\"<>| ;]+", "_", label)

@@ -42,7 +42,7 @@ def group_size(batch: int) -> int:
     """Number of rows of a batch that are compressed at a time: an eighth of them, within `GROUP` and `MOST`.
 
     It follows from the batch alone, so that a row goes through the same states however many others are due with it.
-    Small groups take as long as larger ones on a GPU, where most of their time goes into starting kernels.
+    Larger groups start fewer kernels. What they gain by themselves has not been measured.
     """
     return min(batch, max(GROUP, min(batch // 8, MOST)))
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -14,7 +14,7 @@ CONNECTIONS = 256
 """Connections beside those of sequences that run or wait. More are refused."""
 
 
-def run(server: Server, host: str, port: int) -> bool:
+def run(server: Server, host: str, port: int, on_ready: Callable[[], object] = lambda: None) -> bool:
     """Serve until SIGTERM or Ctrl-C. Then no more requests are taken, and running ones may end.
 
     A second signal ends all at once.
@@ -22,6 +22,7 @@ def run(server: Server, host: str, port: int) -> bool:
     Args:
         server: the server.
         host, port: the address to listen on.
+        on_ready: called once all programs are compiled.
 
     Returns:
         Whether all went well.
@@ -37,20 +38,23 @@ def run(server: Server, host: str, port: int) -> bool:
         timeout_graceful_shutdown=max(int(server.settings.drain_seconds), 1),
         log_level="warning",
     )
-    running = _Uvicorn(config, server)
+    running = _Uvicorn(config, server, on_ready)
     running.run()
     return running.started and server.worker.error is None
 
 
 class _Uvicorn(uvicorn.Server):
-    """Ends also when the worker fails, and tells the server about signals."""
+    """Ends also when the worker fails, tells the server about signals, and says when all programs are compiled."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, on_ready: Callable[[], object]) -> None:
         super().__init__(config)
-        self._server = server
+        self._server, self._on_ready, self._told = server, on_ready, False
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end."""
+        """Whether to end. Called ten times a second."""
+        if self._server.worker.phase == "ready" and not self._told:
+            self._told = True
+            self._on_ready()
         return await super().on_tick(counter) or self._server.worker.phase == "failed"
 
     @contextlib.contextmanager

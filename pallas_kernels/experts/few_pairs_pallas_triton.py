@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..activations import ACTIVATIONS
 from ..projection.types import FEW_ROWS
-from ..triton import backend, triton_call, triton_unsupported
+from ..triton import backend, triton_call
 from ..tuning import tuned
+from .tiles import unsupported
 
 FEW_PAIRS = 128
 """Maximum number of pairs of a token and an expert."""
@@ -32,15 +33,9 @@ def unsupported_reason(
     x: Array, experts: Array, weights: Array, gate: Any, up: Any, down: Any, *, activation: str, total: int | None
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
-    if reason := triton_unsupported():
-        return reason
-    if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in (x, gate, up, down)):
-        return "not all arrays are bfloat16"
     if x.shape[0] > FEW_ROWS or experts.size > FEW_PAIRS:
         return f"{x.shape[0]} tokens with {experts.size} pairs are more than {FEW_ROWS} or {FEW_PAIRS}"
-    if x.shape[1] % 64 or down.shape[1] % 64:
-        return f"{x.shape[1]} channels or {down.shape[1]} hidden units are not a multiple of 64"
-    return None
+    return unsupported(x, gate, up, down)
 
 
 def expert_mlp(

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from ..activations import ACTIVATIONS
 from ..products import dot
-from ..triton import backend, triton_call, triton_unsupported
+from ..triton import backend, triton_call
 from ..tuning import tuned
-from .tiles import sorted_pairs, tile_size, tiles
+from .tiles import sorted_pairs, tile_size, tiles, unsupported
 
 AT_A_TIME = 4096
 """Maximum number of tokens that are computed at a time. The outputs of all their pairs are in memory, in float32."""
@@ -30,13 +30,7 @@ def unsupported_reason(
     x: Array, experts: Array, weights: Array, gate: Any, up: Any, down: Any, *, activation: str, total: int | None
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
-    if reason := triton_unsupported():
-        return reason
-    if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in (x, gate, up, down)):
-        return "not all arrays are bfloat16"
-    if x.shape[1] % 64 or down.shape[1] % 64:
-        return f"{x.shape[1]} channels or {down.shape[1]} hidden units are not a multiple of 64"
-    return None
+    return unsupported(x, gate, up, down)
 
 
 def expert_mlp(

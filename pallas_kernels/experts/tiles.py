@@ -1,9 +1,23 @@
-"""Tiles of pairs of a token and one of its experts, sorted by expert."""
+"""Tiles of pairs of a token and one of its experts, sorted by expert, and what the kernels of both sizes need."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
+from ..triton import triton_unsupported
+
+
+def unsupported(x: Any, gate: Any, up: Any, down: Any) -> str | None:
+    """Return why no Triton kernel supports these arrays, or None if they do."""
+    if reason := triton_unsupported():
+        return reason
+    if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in (x, gate, up, down)):
+        return "not all arrays are bfloat16"
+    if x.shape[1] % 64 or down.shape[1] % 64:
+        return f"{x.shape[1]} channels or {down.shape[1]} hidden units are not a multiple of 64"
+    return None
 
 
 class Tiles(NamedTuple):
