@@ -38,7 +38,8 @@ GROUP = 32
 class Attention:
     """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim.
 
-    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together.
+    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together. `qkv` is q, k and v one below the
+    other, where a program has made it (`kvjax.models.attention.joined`). Stored parameters never have it.
     """
 
     q: Matrix
@@ -51,6 +52,7 @@ class Attention:
     o_bias: Float[Array, " D"] | None = None
     q_norm: Float[Array, " _"] | None = None
     k_norm: Float[Array, " _"] | None = None
+    qkv: Float[Array, "_ D"] | None = None
 
 
 @flax.struct.dataclass
