@@ -103,6 +103,13 @@ class Suite:
         """Tokens of the longest prompt, the question among them if it is seen."""
         return max(context + question if seen else context for context, question, _ in self._sizes)
 
+    def prompt_share(self, seen: bool) -> float:
+        """Share of all tokens of a row that belong to its prompt, the question among them if it is seen: the mean over rows."""
+        shares = [
+            (context + question * seen) / (context + question + answer) for context, question, answer in self._sizes
+        ]
+        return sum(shares) / len(shares)
+
     def lengths(self, seen: bool) -> tuple[int, ...]:
         """Tokens of prompts that stand for all of them: the middles of `STRATA` equal parts of their sorted lengths, rounded up.
 
