@@ -73,7 +73,7 @@ class Family:
         default_bias: default of `attention_bias`.
         output_bias: whether `attention_bias` also adds a bias to the output projection.
         mlp_bias: whether `mlp_bias` is read.
-        qk_norm, joint_qk_norm: as in `AttentionConfig`.
+        qk_norm, joint_qk_norm: as in `AttentionConfig`. `use_qk_norm` decides if `qk_norm` is None.
         norms: as in `LayerConfig`.
         norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP. Those
             of norms that layers lack are empty.
@@ -98,6 +98,8 @@ class Family:
         shared_experts: whether experts have a shared MLP beside them, with a gate.
         dense_layers: whether `decoder_sparse_step` and `mlp_only_layers` give layers a dense MLP. The width of experts is
             then `moe_intermediate_size`, and otherwise `intermediate_size`.
+        sigmoid_router: whether experts are described as DeepSeek-V3's: `first_k_dense_replace` layers have a dense MLP, the
+            router is a sigmoid with groups of experts, and the shared MLP is `n_shared_experts` times as wide as an expert.
         defaults: values of other fields that a config.json may leave out.
         grows_queries: whether `llama_4_scaling_beta` is read, as `query_growth` of `AttentionConfig`. Its period is the
             original window of the rotary embedding.
@@ -115,7 +117,7 @@ class Family:
     default_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     joint_qk_norm: bool = False
     norms: Norms = "pre"
     norm_names: tuple[str, str, str, str] = (
@@ -139,6 +141,7 @@ class Family:
     normalized: bool | None = None
     shared_experts: bool = False
     dense_layers: bool = False
+    sigmoid_router: bool = False
     grows_queries: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
@@ -309,6 +312,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm": _GLM,
     "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", norms="both"),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        partial_rotary=0.5,
+        qkv_bias=None,
+        qk_norm=None,
+        experts=ExpertNames(shared="shared_experts"),
+        sigmoid_router=True,
+        defaults=(("n_routed_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 1408)),
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         num_kv_heads=4,
@@ -459,6 +473,13 @@ class _Config(Strict):
     shared_expert_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Size | None = None
+    use_qk_norm: bool | None = None
+    n_routed_experts: Size | None = None
+    n_shared_experts: Annotated[int, Field(ge=0)] = 1
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
+    n_group: Size = 1
+    topk_group: Size = 1
+    routed_scaling_factor: Positive = 1.0
     mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
     bos_token_id: Ids | None = None
     eos_token_id: Ids | None = None
@@ -583,7 +604,7 @@ def _kinds(
             scale=float(held.attention_multiplier) if family.multipliers else scalar and scalar**-0.5,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias and family.output_bias,
-            qk_norm=family.qk_norm,
+            qk_norm=bool(held.use_qk_norm) if family.qk_norm is None else family.qk_norm,
             joint_qk_norm=family.joint_qk_norm,
             query_growth=growth,
             query_period=period,
@@ -596,6 +617,10 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
     """Layers with experts where the model has them, instead of the dense MLP."""
     if family.experts is None:
         return tuple(layers)
+    if family.sigmoid_router:
+        moe = _sigmoid_experts(held, family)
+        dense = held.first_k_dense_replace
+        return *layers[:dense], *(dataclasses.replace(layer, mlp=moe) for layer in layers[dense:])
     moe = MoEConfig(
         # Of files with both names, transformers 5 writes the first for Qwen, too.
         experts=_first(held.num_local_experts, held.num_experts),
@@ -611,6 +636,22 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
     step, dense = _or(held.decoder_sparse_step, 1), _or(held.mlp_only_layers, [])
     return tuple(
         layer if i in dense or (i + 1) % step else dataclasses.replace(layer, mlp=moe) for i, layer in enumerate(layers)
+    )
+
+
+def _sigmoid_experts(held: _Config, family: Family) -> MoEConfig:
+    width = held.moe_intermediate_size or held.intermediate_size
+    return MoEConfig(
+        experts=_first(held.n_routed_experts, held.num_local_experts),
+        per_token=held.num_experts_per_tok or 1,
+        width=width,
+        normalized=_or(held.norm_topk_prob, True),
+        shared=held.n_shared_experts * width or None,
+        activation=family.activation,
+        router="sigmoid",
+        groups=held.n_group,
+        groups_per_token=held.topk_group,
+        output_scale=float(held.routed_scaling_factor),
     )
 
 
@@ -652,6 +693,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:
         fields["mlp_bias"] = config.mlp_bias
+    if family.qk_norm is None:
+        fields["use_qk_norm"] = config.qk_norm
     if family.experts is not None:
         fields |= _experts_to_hf(config, family)
     if family.activation != "silu":
@@ -851,6 +894,18 @@ def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     moe = next((kind.mlp for kind in config.kinds if isinstance(kind.mlp, MoEConfig)), None)
     if moe is None:
         raise CheckpointError(f"a {config.family} config.json cannot express a model without experts")
+    if family.sigmoid_router:
+        return {
+            "n_routed_experts": moe.experts,
+            "num_experts_per_tok": moe.per_token,
+            "moe_intermediate_size": moe.width,
+            "n_shared_experts": (moe.shared or 0) // moe.width,
+            "first_k_dense_replace": sum(isinstance(layer.mlp, MLPConfig) for layer in config.layers),
+            "norm_topk_prob": moe.normalized,
+            "n_group": moe.groups,
+            "topk_group": moe.groups_per_token,
+            "routed_scaling_factor": moe.output_scale,
+        }
     if family.normalized is not None:
         return {"num_local_experts": moe.experts, "num_experts_per_tok": moe.per_token}
     fields = {

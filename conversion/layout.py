@@ -72,6 +72,8 @@ def _experts(family: Family, mlp: MoEConfig) -> dict[str, tuple[str, ...]]:
         block[f"{names.prefix}.experts.{theirs}.weight"] = (f"mlp.{ours}_experts",)
         if mlp.shared:
             block[f"{names.prefix}.{names.shared}.{ours}_proj.weight"] = (f"mlp.shared.{ours}",)
+    if mlp.router == "sigmoid":
+        block[f"{names.prefix}.gate.e_score_correction_bias"] = ("mlp.choice_bias",)
     if mlp.shared_gate:
         block[f"{names.prefix}.{names.shared_gate}.weight"] = ("mlp.shared_gate",)
     return block

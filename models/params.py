@@ -30,6 +30,11 @@ PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"}) | EXPERTS
 TABLES = frozenset({"embed", "head"})
 """Matrices with one row per token of the vocabulary."""
 
+ALWAYS_FLOAT32 = frozenset({"choice_bias"})
+"""Parameters that stay in float32 whatever the type of the model, by the last part of their names. Differences between biases
+of experts are too small for 16 bits.
+"""
+
 GROUP = 32
 """Inputs that share a scale and a minimum when floats are quantised to 4 bits."""
 
@@ -72,7 +77,7 @@ class Experts:
     """Mixture of experts: each expert is a gated MLP. D model dim, E experts, F hidden dim of an expert.
 
     Matrices of expert e are rows e·F to (e+1)·F of `gate_experts` and `up_experts` [EF, D], and rows e·D to (e+1)·D of
-    `down_experts` [ED, F]. `router` is [E, D], and `shared_gate` [1, D].
+    `down_experts` [ED, F]. `router` is [E, D], and `shared_gate` [1, D]. `choice_bias` is in float32.
     """
 
     router: Float[Array, "E D"]
@@ -81,6 +86,7 @@ class Experts:
     down_experts: Matrix
     shared: MLP | None = None
     shared_gate: Float[Array, "1 D"] | None = None
+    choice_bias: Float[Array, " E"] | None = None
 
 
 @flax.struct.dataclass
@@ -192,7 +198,7 @@ def abstract(
 
     Args:
         config: the model's configuration.
-        dtype: type of parameters that are not quantised.
+        dtype: type of parameters that are not quantised, except for `ALWAYS_FLOAT32`.
         tokenizer: tokenizer to attach.
         weights: kind of the layers' matrices: "float", "int8" or "int4".
         embedding: kind of embedding and head.
@@ -209,6 +215,11 @@ def abstract(
         tokenizer=tokenizer,
     )
     return tree_map_named(lambda name, leaf: quantized_shape(leaf, kind_of(name, weights, embedding)), shapes)
+
+
+def float_of(name: str, dtype: Any) -> Any:
+    """Type of a parameter that is not quantised, in a model of type `dtype`."""
+    return jnp.dtype(jnp.float32) if name.rpartition(".")[-1] in ALWAYS_FLOAT32 else dtype
 
 
 def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
@@ -262,6 +273,7 @@ def _abstract_experts(config: MoEConfig, width: int, dtype: Any) -> Experts:
         down_experts=array(config.experts * width, config.width),
         shared=None if config.shared is None else _abstract_mlp(MLPConfig(config.shared), width, dtype),
         shared_gate=array(1, width) if config.shared_gate else None,
+        choice_bias=_struct(config.experts, dtype=jnp.float32) if config.router == "sigmoid" else None,
     )
 
 
@@ -289,12 +301,12 @@ def quantized_shape(leaf: Any, kind: str) -> Any:
 
 
 def retyped(params: Params, dtype: Any) -> Params:
-    """Shapes of the parameters with another floating-point type. Quantised matrices do not change."""
-    return jax.tree.map(
-        lambda weight: (
+    """Shapes of the parameters with another floating-point type. Quantised matrices and `ALWAYS_FLOAT32` do not change."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, weight: (
             jax.tree.map(lambda x: _struct(*x.shape, dtype=x.dtype), weight)
             if is_quantized(weight)
-            else _struct(*weight.shape, dtype=dtype)
+            else _struct(*weight.shape, dtype=float_of(name_of(path), dtype))
         ),
         params,
         is_leaf=is_quantized,

@@ -43,8 +43,20 @@ def windowed(config: ModelConfig, *windows: int | None) -> ModelConfig:
 
 
 def mixed(config: ModelConfig) -> ModelConfig:
-    """The model with experts in its two layers, the second of which has a shared MLP too."""
-    experts = MoEConfig(4, 2, 32), MoEConfig(5, 2, 16, normalized=False, shared=32, shared_gate=True)
+    """The model with experts in its two layers, the second of which has a shared MLP too and a sigmoid router."""
+    sigmoid = MoEConfig(
+        6,
+        2,
+        16,
+        normalized=False,
+        shared=32,
+        shared_gate=True,
+        router="sigmoid",
+        groups=3,
+        groups_per_token=2,
+        output_scale=2.0,
+    )
+    experts = MoEConfig(4, 2, 32), sigmoid
     return dataclasses.replace(config, layers=tuple(LayerConfig(config.layers[0].mixer, each) for each in experts))
 
 
