@@ -306,14 +306,15 @@ def _joined(name: str, arrays: Mapping[str, StoredTensor], file: Path) -> Stored
         return assembled(held)
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
-        _dequantise(keep, start, out, column)
+        read_dequantised(keep, start, out, column)
 
     return StoredTensor(
         kept.shape, kept.kind, sum(array.nbytes for array in arrays.values()), arrays["levels"].file, read, kept, keep
     )
 
 
-def _dequantise(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray, column: int) -> None:
+def read_dequantised(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray, column: int) -> None:
+    """Fill `out` with rows of a quantised matrix, a few at a time. Arguments as for `StoredTensor`."""
     step = max(1, _QUANTISED // out.shape[1])
     for begin in range(0, len(out), step):
         end = min(begin + step, len(out))

@@ -26,6 +26,7 @@ from kvjax.config import (
     Yarn,
 )
 from kvjax.config.model import Activation, Norms
+from kvjax.pallas_kernels.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 from .errors import CheckpointError, listed, shortened
 from .refused import why
@@ -36,6 +37,9 @@ OWN_METHOD = "kvjax"
 
 OWN_MATRICES = "quantized_matrices"
 """Field of a config.json that lists the arrays of each quantised matrix that kvjax wrote."""
+
+MXFP4 = "mxfp4"
+"""Name of the quantisation of gpt-oss's experts, which `experts` reads."""
 
 PACKED = ("gptq", "awq", "compressed-tensors")
 """Names of other libraries' quantisations that can be read, see `packed`."""
@@ -49,12 +53,17 @@ class ExpertNames:
         prefix: name of the mixture. The other names are below it.
         matrices: names of an expert's gate, up and down projections, below ``experts.{number}``.
         shared, shared_gate: names of the shared MLP and of the projection that weights it.
+        router: name of the router.
+        transposed: whether tensors of all experts are [E, in, out], and rows of gate and up projection alternate in them.
+            Checkpoints are then written with such tensors.
     """
 
     prefix: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    router: str = "gate"
+    transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Family:
         sigmoid_router: whether experts are described as DeepSeek-V3's: `first_k_dense_replace` layers have a dense MLP, the
             router is a sigmoid with groups of experts, and the shared MLP is `n_shared_experts` times as wide as an expert.
         defaults: values of other fields that a config.json may leave out.
+        sinks: as in `AttentionConfig`.
         grows_queries: whether `llama_4_scaling_beta` is read, as `query_growth` of `AttentionConfig`. Its period is the
             original window of the rotary embedding.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
@@ -142,6 +152,7 @@ class Family:
     shared_experts: bool = False
     dense_layers: bool = False
     sigmoid_router: bool = False
+    sinks: bool = False
     grows_queries: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
@@ -323,6 +334,39 @@ FAMILIES: Mapping[str, Family] = {
         sigmoid_router=True,
         defaults=(("n_routed_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 1408)),
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=64,
+        qkv_bias=None,
+        default_bias=True,
+        output_bias=True,
+        norm_offset=0.0,
+        activation="clamped_swiglu",
+        windows="pattern",
+        window=128,
+        window_every=2,
+        experts=ExpertNames(router="router", transposed=True),
+        normalized=True,
+        sinks=True,
+        defaults=(
+            ("num_local_experts", 128),
+            ("num_experts_per_tok", 4),
+            ("rope_theta", 150000.0),
+            (
+                "rope_parameters",
+                {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            ),
+        ),
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         num_kv_heads=4,
@@ -378,6 +422,7 @@ Qwen3-VL rotates channels by three positions, which are equal in text.
 _ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
+    "clamped_swiglu": ("silu",),
 }
 """Names of activations in a config.json. The first one is written."""
 
@@ -473,6 +518,8 @@ class _Config(Strict):
     shared_expert_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Size | None = None
+    swiglu_alpha: Positive = SWIGLU_ALPHA
+    swiglu_limit: Positive = SWIGLU_LIMIT
     use_qk_norm: bool | None = None
     n_routed_experts: Size | None = None
     n_shared_experts: Annotated[int, Field(ge=0)] = 1
@@ -608,6 +655,7 @@ def _kinds(
             joint_qk_norm=family.joint_qk_norm,
             query_growth=growth,
             query_period=period,
+            sinks=family.sinks,
         )
         found[window] = LayerConfig(mixer, mlp, family.norms)
     return found
@@ -630,6 +678,7 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
         shared=held.shared_expert_intermediate_size if family.shared_experts else None,
         shared_gate=family.shared_experts,
         activation=family.activation,
+        bias=family.experts.transposed,
     )
     if not family.dense_layers:
         return tuple(dataclasses.replace(layer, mlp=moe) for layer in layers)
@@ -697,7 +746,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         fields["use_qk_norm"] = config.qk_norm
     if family.experts is not None:
         fields |= _experts_to_hf(config, family)
-    if family.activation != "silu":
+    if family.activation == "gelu_tanh":
         fields["hidden_activation"] = fields.pop("hidden_act")
     if family.query_scalar is not None:
         fields["query_pre_attn_scalar"] = _whole(config.layers[0].mixer.logit_scale ** -2)
@@ -738,6 +787,11 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
             raise CheckpointError(
                 f"{source}: {name} is {getattr(config, name)!r}; supported are {' and '.join(allowed)}"
             )
+    limits = config.swiglu_alpha, config.swiglu_limit
+    if family.activation == "clamped_swiglu" and limits != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+        raise CheckpointError(
+            f"{source}: swiglu_alpha and swiglu_limit are {limits[0]} and {limits[1]}; supported are {SWIGLU_ALPHA} and {SWIGLU_LIMIT}"
+        )
     if config.attn_logit_softcapping is not None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
     if config.clip_qkv is not None:
@@ -748,7 +802,7 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
     if config.quantization_config:
         method = config.quantization_config.get("quant_method", "an unnamed method")
-        if method in (OWN_METHOD, *PACKED):
+        if method in (OWN_METHOD, *PACKED) or (method == MXFP4 and family.experts and family.experts.transposed):
             return
         raise CheckpointError(
             f"{source}: weights are quantised with {shortened(method)}; only {', '.join(PACKED)} are supported. "

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 from kvjax.cache import Shard
 from kvjax.config import MoEConfig
 from kvjax.pallas_kernels import expert_mlp, projection
+from kvjax.pallas_kernels.experts.tiles import Biases
 
-from .layer import Layer
+from .layer import Layer, biased
 from .mlp import hidden_units
 from .params import Experts
 from .residual import add_summed
@@ -36,15 +37,16 @@ def route(
     router: Float[Array, "E D"],
     x: Float[Array, "R D"],
     choice_bias: Float[Array, " E"] | None = None,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Array, Array]:
     """Experts of each token [R, k], and the weights of their outputs [R, k] in float32. Ties go to the first expert.
 
     Logits of a softmax router, and the weights, have the type of `x`. Those of a sigmoid router are in float32.
     """
     if config.router == "sigmoid":
-        weights = jax.nn.sigmoid(projection(x, router, dtype=jnp.float32)[0])
+        weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], bias))
     else:
-        weights = jax.nn.softmax(projection(x, router)[0].astype(jnp.float32), axis=-1)
+        weights = jax.nn.softmax(biased(projection(x, router)[0], bias).astype(jnp.float32), axis=-1)
     choice = weights if choice_bias is None else weights + jnp.broadcast_to(choice_bias, weights.shape)
     _, experts = jax.lax.top_k(_in_best_groups(config, choice), config.per_token)
     weights = jnp.take_along_axis(weights, experts, axis=-1)
@@ -68,7 +70,12 @@ def _in_best_groups(config: MoEConfig, choice: Float[Array, "R E"]) -> Float[Arr
 
 def routed(config: MoEConfig, p: Experts, x: Float[Array, "R D"], shard: Shard) -> Float[Array, "R D"]:
     """Weighted sum of the outputs of each token's experts in float32; over a mesh, of the experts of this device."""
-    experts, weights = route(config, p.router, x, p.choice_bias)
+    experts, weights = route(config, p.router, x, p.choice_bias, p.router_bias)
+    biases = None
+    if p.gate_experts_bias is not None:
+        assert p.up_experts_bias is not None
+        assert p.down_experts_bias is not None
+        biases = Biases(p.gate_experts_bias, p.up_experts_bias, p.down_experts_bias)
     local = p.gate_experts.shape[0] // config.width
     return expert_mlp(
         x,
@@ -77,6 +84,7 @@ def routed(config: MoEConfig, p: Experts, x: Float[Array, "R D"], shard: Shard) 
         p.gate_experts,
         p.up_experts,
         p.down_experts,
+        biases,
         activation=config.activation,
         total=None if shard.model == 1 else config.experts,
     )

@@ -43,8 +43,9 @@ GROUP = 32
 class Attention:
     """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim.
 
-    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together. `qkv` is q, k and v one below the
-    other, where a program has made it (`kvjax.models.attention.joined`). Stored parameters never have it.
+    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together. `sinks` are the logits of the query
+    heads' attention sinks. `qkv` is q, k and v one below the other, where a program has made it
+    (`kvjax.models.attention.joined`). Stored parameters never have it.
     """
 
     q: Matrix
@@ -57,6 +58,7 @@ class Attention:
     o_bias: Float[Array, " D"] | None = None
     q_norm: Float[Array, " _"] | None = None
     k_norm: Float[Array, " _"] | None = None
+    sinks: Float[Array, " N"] | None = None
     qkv: Float[Array, "_ D"] | None = None
 
 
@@ -78,6 +80,7 @@ class Experts:
 
     Matrices of expert e are rows e·F to (e+1)·F of `gate_experts` and `up_experts` [EF, D], and rows e·D to (e+1)·D of
     `down_experts` [ED, F]. `router` is [E, D], and `shared_gate` [1, D]. `choice_bias` is in float32.
+    Biases of the experts' projections are stacked as their rows are.
     """
 
     router: Float[Array, "E D"]
@@ -87,6 +90,10 @@ class Experts:
     shared: MLP | None = None
     shared_gate: Float[Array, "1 D"] | None = None
     choice_bias: Float[Array, " E"] | None = None
+    router_bias: Float[Array, " E"] | None = None
+    gate_experts_bias: Float[Array, " EF"] | None = None
+    up_experts_bias: Float[Array, " EF"] | None = None
+    down_experts_bias: Float[Array, " ED"] | None = None
 
 
 @flax.struct.dataclass
@@ -244,6 +251,7 @@ def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
             o_bias=optional(a.output_bias, width),
             q_norm=optional(a.qk_norm, queries if a.joint_qk_norm else a.head_dim),
             k_norm=optional(a.qk_norm, keys if a.joint_qk_norm else a.head_dim),
+            sinks=optional(a.sinks, a.num_heads),
         ),
         mlp_norm=optional(pre, width),
         mlp=_abstract_experts(mlp, width, dtype) if isinstance(mlp, MoEConfig) else _abstract_mlp(mlp, width, dtype),
@@ -274,6 +282,10 @@ def _abstract_experts(config: MoEConfig, width: int, dtype: Any) -> Experts:
         shared=None if config.shared is None else _abstract_mlp(MLPConfig(config.shared), width, dtype),
         shared_gate=array(1, width) if config.shared_gate else None,
         choice_bias=_struct(config.experts, dtype=jnp.float32) if config.router == "sigmoid" else None,
+        router_bias=array(config.experts) if config.bias else None,
+        gate_experts_bias=array(rows) if config.bias else None,
+        up_experts_bias=array(rows) if config.bias else None,
+        down_experts_bias=array(config.experts * width) if config.bias else None,
     )
 
 

@@ -238,6 +238,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
         },
     ),
+    # Attention sinks, biased experts with a clamped activation, and a rotary embedding without rounded bounds.
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "rope_parameters": _YARN | {"rope_theta": 1.5e5, "truncate": False},
+        },
+    ),
+    "gpt-oss-full": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            **_plain(1e4),
+        },
+    ),
     "glm-4-0414": ("glm4", {"attention_bias": False, "eos_token_id": [2], "head_dim": 16, **_plain(1e4)}),
 }
 

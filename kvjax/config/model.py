@@ -17,8 +17,10 @@ MOST_TOKENS = 2**31 - 1
 Norms = Literal["pre", "post", "both"]
 """Where a layer has RMS norms: before attention and MLP, after each, or both."""
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Activation of an MLP's gate, see `kvjax.pallas_kernels.activations`. "gelu_tanh" is the tanh approximation of GELU, and
+"clamped_swiglu" that of gpt-oss, which changes the up projection, too.
+"""
 
 Router = Literal["softmax", "sigmoid"]
 """How a router turns logits into weights of experts: a softmax over all experts, or a sigmoid of each expert's logit."""
@@ -40,6 +42,7 @@ class AttentionConfig:
         joint_qk_norm: whether `qk_norm` is over all heads of a token together instead of each head.
         query_growth: β. Queries at position p are multiplied by 1 + β · log(1 + floor(p / `query_period`)). 0 for none.
         query_period: positions after which the factor on queries grows; None without one.
+        sinks: whether each query head has a learned logit that takes a share of every softmax, without a value.
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
@@ -57,6 +60,7 @@ class AttentionConfig:
     joint_qk_norm: bool = False
     query_growth: float = 0.0
     query_period: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         """Check the values. A scale that is the default becomes None, so that equal layers are equal values."""
@@ -132,6 +136,7 @@ class MoEConfig:
         groups, groups_per_token: number of groups of consecutive experts, and of those that a token's experts are chosen
             from. The chosen groups have the highest sum of two experts.
         output_scale: factor on the weights of a token's experts, after `normalized`.
+        bias: whether the router and each expert's projections have a bias.
     """
 
     experts: int
@@ -145,6 +150,7 @@ class MoEConfig:
     groups: int = 1
     groups_per_token: int = 1
     output_scale: float = 1.0
+    bias: bool = False
 
     def __post_init__(self) -> None:
         _at_least_one(self, "experts", "per_token", "width", "groups", "groups_per_token")
