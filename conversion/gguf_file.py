@@ -60,6 +60,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "granite": gguf.MODEL_ARCH.GRANITE,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "glm4moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
 """Supported values of `general.architecture`. Files of Mistral models before Mistral Small 3 use "llama".
@@ -71,6 +72,7 @@ To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits tex
 FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "gemma3": "gemma3_text",
     "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
     "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -88,7 +90,7 @@ ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {
 PERMUTED = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
-_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False}
+_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False, "gpt_oss": True}
 """Whether weights of a token's experts are divided by their sum. Files of these families do not say, and llama.cpp has the same
 table.
 """
@@ -96,8 +98,15 @@ table.
 _LOCAL_THETA = {"gemma3_text": 10000.0}
 """Default of `rope.freq_base_swa`, which is that of full attention in other families. llama.cpp has the same."""
 
+_UNROUNDED = frozenset({"gpt_oss"})
+"""Families whose YaRN does not round the bounds of its ramp. Files do not say, and llama.cpp rounds them in every family."""
+
 _EXPERT_TENSORS = {
     "router": "ffn_gate_inp.weight",
+    "router_bias": "ffn_gate_inp.bias",
+    "gate_experts_bias": "ffn_gate_exps.bias",
+    "up_experts_bias": "ffn_up_exps.bias",
+    "down_experts_bias": "ffn_down_exps.bias",
     "choice_bias": "exp_probs_b.bias",
     "gate_experts": "ffn_gate_exps.weight",
     "up_experts": "ffn_up_exps.weight",
@@ -352,6 +361,8 @@ def gguf_layout(config: ModelConfig) -> Layout:
     names = gguf.get_tensor_name_map(ARCHITECTURES[ARCHITECTURE_OF[config.family]], config.num_layers)
 
     def name_of(name: str, parameters: tuple[str, ...]) -> str:
+        if name.endswith(".sinks"):
+            name += ".weight"
         layer, _, own = parameters[0].partition(".mlp.")
         if own in _EXPERT_TENSORS:
             return f"blk.{layer.removeprefix('layers.')}.{_EXPERT_TENSORS[own]}"
@@ -491,6 +502,8 @@ def _layers(
         interleaved=family.interleaved,
         scaling=_scaling(fields, tensors, dim, path),
     )
+    if isinstance(rope.scaling, Yarn) and family_name in _UNROUNDED:
+        rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, truncate=False))
     mixer = AttentionConfig(
         num_heads=fields.num_heads,
         num_kv_heads=fields.num_kv_heads or fields.num_heads,
@@ -500,6 +513,7 @@ def _layers(
         output_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors if family.qk_norm is None else family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
+        sinks=family.sinks,
     )
     if family.query_scalar is not None and fields.num_layers == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)
@@ -525,6 +539,7 @@ def _layers(
             shared=fields.shared_width or fields.feed_forward_length if family.shared_experts else None,
             shared_gate=family.shared_experts,
             activation=family.activation,
+            bias="blk.0.ffn_gate_inp.bias" in tensors,
         )
         if family.sigmoid_router:
             if fields.gating not in (None, gguf.ExpertGatingFuncType.SIGMOID):
@@ -662,9 +677,11 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         raise CheckpointError(
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+    shape: tuple[int, ...] = tuple(int(size) for size in reversed(tensor.shape))
     if len(shape) == 3:  # experts, one below the other
         shape = shape[0] * shape[1], shape[2]
+    elif tensor.name.endswith("_exps.bias"):
+        shape = tuple([math.prod(shape)])
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     bytes_shape = shape[0], nbytes // shape[0]
     elements_per_block, bytes_per_block = (

@@ -738,6 +738,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     fields |= _ropes_to_hf(config, family)
     if family.grows_queries:
         fields["rope_parameters"] = _rope_and_growth(config, fields.pop("rope_theta"), fields.pop("rope_scaling", None))
+    elif "rope_parameters" in dict(family.defaults) and "rope_scaling" not in fields:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
     if family.qkv_bias is None:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:

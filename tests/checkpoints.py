@@ -167,8 +167,8 @@ def write_gguf(
             values[name] = rounded - np.float32(config.norm_offset or 0.0)
         else:
             values[name] = deinterleave(rounded, heads)
-        experts = moes[0].experts if held[0].endswith("_experts") else 0
-        writer.add_tensor(stored, data.reshape(experts, -1, data.shape[-1]) if experts else data, raw_dtype=qtype)
+        experts = moes[0].experts if held[0].endswith(("_experts", "_experts_bias")) else 0
+        writer.add_tensor(stored, data.reshape(experts, -1, *data.shape[1:]) if experts else data, raw_dtype=qtype)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()

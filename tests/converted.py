@@ -116,10 +116,31 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "partial_rotary_factor": 0.5,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
-_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "smollm3": "llama-bpe", "glm4": "glm4", "glm4_moe": "glm4"}
+_SPLITTERS = {
+    "llama": "llama-bpe",
+    "mixtral": "llama-bpe",
+    "smollm3": "llama-bpe",
+    "glm4": "glm4",
+    "glm4_moe": "glm4",
+    "gpt_oss": "gpt-4o",
+}
 """Name of the pre-tokenizer, by `model_type`; "qwen2" for others. The converter knows those of published tokenizers alone."""
 
 

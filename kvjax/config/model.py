@@ -420,6 +420,11 @@ class ModelConfig:
         """Whether queries and keys of every layer are RMS-normalised."""
         return self._shared("mixer", "qk_norm")
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether a layer has attention sinks."""
+        return any(layer.mixer.sinks for layer in self.kinds)
+
     @functools.cached_property
     def intermediate_size(self) -> int:
         """F, width of every MLP."""

@@ -96,7 +96,8 @@ def block_attention(
     options = {"scale": scale, "window": window, "run": run}
     chosen = {"implementation": implementation, "interpret": interpret}
     if sinks is not None:
-        return with_sinks(*_PARTIAL(q, k, v, q_pos, pos, weight, **options, stripes=None, **chosen), sinks)
+        out, logsumexp = _PARTIAL(q, k, v, q_pos, pos, weight, **options, stripes=None, **chosen)
+        return with_sinks(out, logsumexp, sinks)
     return _BLOCK(q, k, v, q_pos, pos, weight, **options, **chosen)
 
 

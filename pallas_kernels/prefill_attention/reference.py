@@ -88,7 +88,8 @@ def _blockwise(
         first = jnp.zeros((), jnp.int32) if window is None else jnp.maximum(0, (i * BLOCK - window + 1) // BLOCK)
         shape = rows.shape
         start = (jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
-        return _normalised(*jax.lax.fori_loop(first, i + 1, fold, start), sinks)
+        top, total, acc = jax.lax.fori_loop(first, i + 1, fold, start)
+        return _normalised(top, total, acc, sinks)
 
     blocks = jax.lax.map(attend, jnp.arange(q.shape[1] // BLOCK, dtype=jnp.int32))
     batch, _, kv_heads, group, dim = q.shape

@@ -89,6 +89,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 16},
     "glm4-moe": GLM4_MOE,
+    "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16},
+    "gpt-oss-plain": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
     "glm4-moe-only": GLM4_MOE | {"first_k_dense_replace": 0, "use_qk_norm": True, "n_shared_experts": 0},
     "gemma3": GEMMA3,
     "gemma3-4b": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "attention_bias": True},
@@ -496,7 +504,7 @@ def test_says_what_it_cannot_write() -> None:
     ("key", "change", "message"),
     [
         ((), {"experts": 8}, "unknown fields experts of ModelConfig; a newer kvjax may have written them"),
-        (("kinds", 0, "mixer"), {"sinks": True}, "unknown fields sinks of AttentionConfig; a newer kvjax"),
+        (("kinds", 0, "mixer"), {"caps": True}, "unknown fields caps of AttentionConfig; a newer kvjax"),
         (("kinds", 0, "mixer"), {"type": "Mamba"}, "unknown mixer 'Mamba'; known are AttentionConfig"),
         (("kinds", 0, "mixer"), {"rope": {"theta": 1e4, "dim": 8}}, "fields interleaved of RopeConfig are missing"),
         (
