@@ -660,6 +660,14 @@ def _row_order(name: str, config: ModelConfig) -> np.ndarray | None:
     return rows.reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).ravel()
 
 
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    """Shape that the layout expects. Matrices and biases of experts are one below the other."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    if len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
+    return (math.prod(shape),) if tensor.name.endswith("_exps.bias") else shape
+
+
 def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted: bool) -> StoredTensor:
     """Describe one tensor as a `StoredTensor`; see its attributes `read` and `keep`.
 
@@ -677,11 +685,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         raise CheckpointError(
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
-    shape: tuple[int, ...] = tuple(int(size) for size in reversed(tensor.shape))
-    if len(shape) == 3:  # experts, one below the other
-        shape = shape[0] * shape[1], shape[2]
-    elif tensor.name.endswith("_exps.bias"):
-        shape = tuple([math.prod(shape)])
+    shape = _shape(tensor)
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     bytes_shape = shape[0], nbytes // shape[0]
     elements_per_block, bytes_per_block = (

@@ -35,6 +35,9 @@ ALWAYS_FLOAT32 = frozenset({"choice_bias"})
 of experts are too small for 16 bits.
 """
 
+_DEVIATION_OF_E2M1 = 2.926
+"""Standard deviation of 4-bit floats with random codes."""
+
 GROUP = 32
 """Inputs that share a scale and a minimum when floats are quantised to 4 bits."""
 
@@ -207,10 +210,14 @@ def abstract(
         config: the model's configuration.
         dtype: type of parameters that are not quantised, except for `ALWAYS_FLOAT32`.
         tokenizer: tokenizer to attach.
-        weights: kind of the layers' matrices: "float", "int8" or "int4".
+        weights: kind of the layers' matrices: "float", "int8", "int4", or "mxfp4" for experts beside floats.
         embedding: kind of embedding and head.
     """
     c = config
+    if weights == "mxfp4" and not any(isinstance(kind.mlp, MoEConfig) for kind in c.kinds):
+        raise ValueError(
+            f"weights='mxfp4' is for experts, which this {c.family} model does not have; give float, int8 or int4"
+        )
     array = functools.partial(_struct, dtype=dtype)
     kinds = {kind: _abstract_block(kind, c.hidden_size, dtype) for kind in c.kinds}
     shapes = Params(
@@ -290,20 +297,29 @@ def _abstract_experts(config: MoEConfig, width: int, dtype: Any) -> Experts:
 
 
 def kind_of(name: str, weights: Any, embedding: Any) -> Any:
-    """Kind of a parameter: `weights` for matrices of layers, `embedding` for embedding and head, "float" for others."""
+    """Kind of a parameter: `weights` for matrices of layers, `embedding` for embedding and head, "float" for others.
+
+    Only experts are in MXFP4.
+    """
     last = name.rpartition(".")[-1]
-    return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
+    kind = weights if last in PROJECTIONS else embedding if last in TABLES else "float"
+    return kind if kind != "mxfp4" or last in EXPERTS else "float"
 
 
 def quantized_shape(leaf: Any, kind: str) -> Any:
-    """Shapes of a matrix as "int8" or "int4"; unchanged for "float"."""
+    """Shapes of a matrix as "int8", "int4" or "mxfp4"; unchanged for "float"."""
     if kind == "float":
         return leaf
     outputs, inputs = leaf.shape
     if kind == "int8":
         return Int8Matrix(_struct(outputs, inputs, dtype=jnp.int8), _struct(outputs, dtype=jnp.float32))
-    if kind != "int4":
-        raise ValueError(f"weights={kind!r}; give float, int8 or int4")
+    if kind not in ("int4", "mxfp4"):
+        raise ValueError(f"weights={kind!r}; give float, int8, int4 or mxfp4")
+    if kind == "mxfp4":
+        if inputs % 32:
+            raise ValueError(f"a matrix with {inputs} inputs cannot be in MXFP4, in which 32 inputs share a scale")
+        levels = _struct(outputs, 16, inputs // 32, dtype=jnp.uint8)
+        return GroupedMatrix(levels, _struct(outputs, inputs // 32, dtype=jnp.uint8))
     group = math.gcd(inputs, GROUP)
     if group % 2:
         raise ValueError(f"a matrix with {inputs} inputs cannot be in 4 bits, as two inputs share a byte")
@@ -412,8 +428,14 @@ def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any)
 
 
 def _uniform(key: PRNGKeyArray, deviation: float, shapes: Any) -> Any:
-    """Random quantised matrix with mean 0 and the given standard deviation, set by its scales and minima."""
+    """Random quantised matrix with mean 0 and the given standard deviation, set by its scales and minima.
+
+    Scales of MXFP4 are powers of two, so that the deviation is within a factor of 1.5.
+    """
     levels = _bits(key, shapes.levels.shape, shapes.levels.dtype)
+    if shapes.kind == "mxfp4":
+        exponent = 127 + round(math.log2(deviation / _DEVIATION_OF_E2M1))
+        return dataclasses.replace(shapes, levels=levels, scale=jnp.full(shapes.scale.shape, exponent, jnp.uint8))
     count = 16 if shapes.kind == "int4" else 256
     scale = deviation / ((count**2 - 1) / 12) ** 0.5
 

@@ -179,6 +179,22 @@ def test_bound_counts_experts_that_are_hit() -> None:
         assert weight_bytes(shapes, rows) == pytest.approx(1e9 * gb, rel=2e-3)
 
 
+def test_experts_in_mxfp4() -> None:
+    """gpt-oss-20b: 13.8 GB, of which a step of one row reads 3.7, and 9.1 of eight. Other matrices stay in bfloat16."""
+    shapes = abstract(PRESETS["gpt-oss-20b"], "bfloat16", weights="mxfp4", embedding="mxfp4")
+    assert nbytes(shapes) == pytest.approx(13.76e9, rel=1e-3)
+    for rows, gb in ((1, 3.72), (8, 9.11)):
+        assert weight_bytes(shapes, rows) == pytest.approx(1e9 * gb, rel=2e-3)
+    p = experts_of(shapes)
+    assert (getattr(p.gate_experts, "kind", None), p.router.dtype) == ("mxfp4", jnp.bfloat16)
+    made = init(model(MoEConfig(4, 2, 64)), jax.random.key(0), weights="mxfp4")
+    assert 1 / 1.5 < float(jnp.std(numbers(experts_of(made).gate_experts))) * 32**0.5 < 1.5
+    with pytest.raises(ValueError, match="weights='mxfp4' is for experts"):
+        abstract(PRESETS["llama-2-7b"], weights="mxfp4")
+    with pytest.raises(ValueError, match="a matrix with 20 inputs cannot be in MXFP4"):
+        abstract(model(MoEConfig(4, 2, 20)), weights="mxfp4")
+
+
 def test_wrong_mixtures_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="per_token=5 must be at most experts=4"):
         MoEConfig(4, 5, 8)
