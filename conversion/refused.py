@@ -40,10 +40,6 @@ REFUSED: Mapping[str, str] = {
     "qwen3_5_moe_text": _HYBRID,
     "qwen35": _HYBRID,
     "qwen35moe": _HYBRID,
-    "gpt_oss": "attention sinks are not implemented",
-    "gpt-oss": "attention sinks are not implemented",
-    "glm4_moe": "sigmoid routers are not implemented",
-    "glm4moe": "sigmoid routers are not implemented",
 }
 """Reasons by `model_type` of a config.json, and by `general.architecture` of a GGUF file."""
 

@@ -64,20 +64,23 @@ def queries_ahead(
 def prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
     """Attention over a whole prompt. Devices with the same KV heads split the query heads, if the split is even."""
     shard, group = spec.shard, spec.num_heads // spec.num_kv_heads
-    q, k, v = prompt.q_rotated, prompt.k_rotated, prompt.v
+    q, k, v, sinks = prompt.q_rotated, prompt.k_rotated, prompt.v, prompt.sinks
     own, part = divmod(spec.num_heads, shard.same_heads)
     if shard.same_heads > 1 and not part and (own % group == 0 or group % own == 0):
         first = shard.same_heads_index() * own
         q = jax.lax.dynamic_slice_in_dim(q, first, own, axis=2)
         k, v = (jax.lax.dynamic_slice_in_dim(x, first // group, max(own // group, 1), axis=2) for x in (k, v))
-    return prefill_attention(q, k, v, scale=spec.scale, window=spec.window)
+        sinks = sinks if sinks is None else jax.lax.dynamic_slice_in_dim(sinks, first, own)
+    return prefill_attention(q, k, v, scale=spec.scale, window=spec.window, sinks=sinks)
 
 
-def causal_attention(config: AttentionConfig, rope: Rope, q: Array, k: Array, v: Array) -> Float[Array, "B T N H"]:
+def causal_attention(
+    config: AttentionConfig, rope: Rope, q: Array, k: Array, v: Array, sinks: Float[Array, " N"] | None = None
+) -> Float[Array, "B T N H"]:
     """Causal attention without a cache, of unrotated q [B, T, N, H] and k, v [B, T, K, H]."""
     pos = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
     q, k = rope.rotate(q, pos), rope.rotate(k, pos)
-    return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window)
+    return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window, sinks=sinks)
 
 
 def _queries(layer: Layer, product: Array, pos: Int[Array, "..."]) -> Float[Array, "... N H"]:

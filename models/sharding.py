@@ -33,8 +33,8 @@ from .params import EXPERTS, Params, abstract, gain_of, init, initial, name_of, 
 AXES = "data", "model", "sequence"
 """Axes of a user's mesh: the batch; KV heads, matrices and the vocabulary; cache slots, and also matrices and the vocabulary."""
 
-_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias"), HEADS) | dict.fromkeys(
-    ("gate", "up", "gate_bias", "up_bias", "embed", "head", *EXPERTS), MODEL
+_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks"), HEADS) | dict.fromkeys(
+    ("gate", "up", "gate_bias", "up_bias", "embed", "head", *EXPERTS, *(f"{name}_bias" for name in EXPERTS)), MODEL
 )
 """Last part of a parameter's name → mesh axes that shard its first axis (outputs)."""
 

@@ -103,7 +103,7 @@ def hidden(
 
     def causal(layer: int, q: Array, k: Array, v: Array) -> Array:
         kind = config.layers[layer]
-        return causal_attention(kind.mixer, ropes[kind], q, k, v)
+        return causal_attention(kind.mixer, ropes[kind], q, k, v, params.layers[layer].attn.sinks)
 
     x, pos = _embed(params, tokens, shard), _positions(tokens)
     for i, layer in enumerate(layers_of(params)):
@@ -140,11 +140,16 @@ def prefill(
         around = partial(_surrounded, layer, x, cache)
 
         def attend(
-            q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, around: Callable[[Carry], Carry] = around
+            q: Array,
+            k: Array,
+            v: Array,
+            cache: CacheLayer[Any] = cache,
+            around: Callable[[Carry], Carry] = around,
+            sinks: Array | None = layer.params.attn.sinks,
         ) -> Array:
             nonlocal carry
             spec = cache.spec
-            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total)
+            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total, sinks)
             with calling(cache, "prefill"):
                 state, carry = cache.prefill(prompt, around(carry))
             out = prompt_attention(spec, prompt)
@@ -187,7 +192,7 @@ def decode_step(
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*(heads or heads_of(layer, x, pos)), pos, cache.spec.rope, live)
+        new = Token(*(heads or heads_of(layer, x, pos)), pos, cache.spec.rope, live, sinks=layer.params.attn.sinks)
         if cache.needs_token_inputs:
             new = dataclasses.replace(new, inputs=layer.normed(x, layer.params.attn_norm))
         if i > 0:
@@ -245,9 +250,10 @@ def read_block(
             cache: CacheLayer[Any] = cache,
             state: Any = state,
             around: Callable[[Carry], Carry] = around,
+            sinks: Array | None = layer.params.attn.sinks,
         ) -> Array:
             nonlocal carry
-            block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
+            block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope, sinks)
             with calling(cache, "read_block"):
                 out, state, carry = cache.read_block(state, block, around(carry))
             expect_shape(cache.policy, "read_block", out, "B S N H", q.shape)
@@ -287,8 +293,16 @@ def attention_gradients(
         x = embedded
         for i, (layer, cache, state) in enumerate(zip(layers_of(params), caches, states, strict=True)):
 
-            def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, state: Any = state) -> Array:
-                return cache.read_block(state, TokenBlock(q, k, v, pos, count, total, cache.spec.rope), {})[0]
+            def attend(
+                q: Array,
+                k: Array,
+                v: Array,
+                cache: CacheLayer[Any] = cache,
+                state: Any = state,
+                sinks: Array | None = layer.params.attn.sinks,
+            ) -> Array:
+                block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope, sinks)
+                return cache.read_block(state, block, {})[0]
 
             def block(x: Array, more: Array, layer: Layer = layer, attend: Attend = attend) -> Array:
                 out = attend(*heads_of(layer, x, _positions(tokens, pos)))

@@ -20,7 +20,7 @@ from ..activations import ACTIVATIONS
 from ..projection.types import FEW_ROWS
 from ..triton import backend, dividing_block, triton_call
 from ..tuning import tuned
-from .tiles import unsupported
+from .tiles import Biases, unsupported
 
 FEW_PAIRS = 128
 """Maximum number of pairs of a token and an expert."""
@@ -30,12 +30,21 @@ OUTPUTS = 16
 
 
 def unsupported_reason(
-    x: Array, experts: Array, weights: Array, gate: Any, up: Any, down: Any, *, activation: str, total: int | None
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate: Any,
+    up: Any,
+    down: Any,
+    biases: Biases | None = None,
+    *,
+    activation: str,
+    total: int | None,
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
     if x.shape[0] > FEW_ROWS or experts.size > FEW_PAIRS:
         return f"{x.shape[0]} tokens with {experts.size} pairs are more than {FEW_ROWS} or {FEW_PAIRS}"
-    return unsupported(x, gate, up, down)
+    return unsupported(x, gate, up, down, biases, activation)
 
 
 def expert_mlp(
@@ -45,6 +54,7 @@ def expert_mlp(
     gate: Float[Array, "EF D"],
     up: Float[Array, "EF D"],
     down: Float[Array, "ED F"],
+    biases: None = None,
     *,
     activation: str,
     total: int | None,

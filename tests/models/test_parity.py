@@ -71,7 +71,19 @@ def test_greedy_decoding_equals_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma-3", "olmo3", "granite", "ministral-3", "qwen3-moe-mixed", "qwen2-moe", "olmoe", "mixtral"]
+    "name",
+    [
+        "gemma-3",
+        "olmo3",
+        "granite",
+        "ministral-3",
+        "qwen3-moe-mixed",
+        "qwen2-moe",
+        "olmoe",
+        "mixtral",
+        "glm-4.5-air",
+        "gpt-oss",
+    ],
 )
 def test_what_is_written_is_the_same_model(name: str, tmp_path: Path) -> None:
     """Read back by kvjax and by transformers."""

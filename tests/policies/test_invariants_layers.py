@@ -1,11 +1,12 @@
 """The invariants in which a model takes part, of every policy, over models with other layers than Llama's.
 
-One model has layers with windows among those that policies compress, one has mixtures of experts, and one has what else
-families differ in.
+One model has layers with windows among those that policies compress, one has mixtures of experts, one has attention sinks,
+and one has what else families differ in.
 """
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,7 @@ import kvjax
 from kvjax.cache import layer_specs
 from kvjax.config import LayerConfig, ModelConfig, MoEConfig
 from kvjax.models import Params, init
+from kvjax.models.params import name_of
 from kvjax.policies import Policy
 from kvjax.policies.families.ring import RingLayer
 from kvjax.policies.profile import Profile, fingerprint
@@ -27,10 +29,12 @@ from kvjax.runtime import session
 REPRESENTATIVE = {
     "windows": {"treekv", "adakv", "quest", "turboquant(full)"},
     "experts": {"snapkv"},
+    "sinks": {"h2o", "quest"},
     "families": {"treekv"},
 }
 """Policies of the slow tier, by model. Other policies are in the tier `long`. Windows have policies that merge tokens, that
-have a budget per head, that select and that quantise. Experts change no cache. Other families have a policy that rotates keys
+have a budget per head, that select and that quantise. Experts change no cache. Sinks have a policy that scores by probabilities,
+and one that selects. Other families have a policy that rotates keys
 again.
 """
 
@@ -43,8 +47,20 @@ def windowed(config: ModelConfig, *windows: int | None) -> ModelConfig:
 
 
 def mixed(config: ModelConfig) -> ModelConfig:
-    """The model with experts in its two layers, the second of which has a shared MLP too."""
-    experts = MoEConfig(4, 2, 32), MoEConfig(5, 2, 16, normalized=False, shared=32, shared_gate=True)
+    """The model with experts in its two layers, the second of which has a shared MLP too and a sigmoid router."""
+    sigmoid = MoEConfig(
+        6,
+        2,
+        16,
+        normalized=False,
+        shared=32,
+        shared_gate=True,
+        router="sigmoid",
+        groups=3,
+        groups_per_token=2,
+        output_scale=2.0,
+    )
+    experts = MoEConfig(4, 2, 32), sigmoid
     return dataclasses.replace(config, layers=tuple(LayerConfig(config.layers[0].mixer, each) for each in experts))
 
 
@@ -56,11 +72,29 @@ def varied(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, layers=layers, embed_scale=2.0, residual_scale=0.5, logit_divisor=0.5)
 
 
+def with_sinks(config: ModelConfig) -> Params:
+    """A random model with sinks of about the size of the logits, and experts with biases, as in gpt-oss."""
+    layer = config.layers[0]
+    experts = MoEConfig(4, 2, 32, activation="clamped_swiglu", bias=True)
+    layer = LayerConfig(dataclasses.replace(layer.mixer, sinks=True), experts)
+    params = init(dataclasses.replace(config, layers=(layer,) * config.num_layers), jax.random.key(9))
+
+    def drawn(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
+        if not name_of(path).endswith(("sinks", "bias")):
+            return leaf
+        seed = zlib.crc32(name_of(path).encode())
+        return jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, params)
+
+
 @functools.cache
 def model(name: str) -> Params:
     """A random model that policies which are bound to `TINY` fit."""
     if name == "experts":
         return init(mixed(TINY), jax.random.key(6))
+    if name == "sinks":
+        return with_sinks(TINY)
     if name == "families":
         return init(varied(TINY), jax.random.key(8))
     found = init(windowed(TINY, 8, None, 24, None), jax.random.key(5))
