@@ -1,5 +1,6 @@
 """Experts in MXFP4, as published checkpoints of gpt-oss store them."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
 from oracles import logits, numbers
 
 import kvjax
+from kvjax.config import PRESETS
 from kvjax.conversion import CheckpointError, from_hf, load
 from kvjax.models import Params
 from kvjax.models.params import Experts
@@ -143,3 +145,42 @@ def test_what_is_no_mxfp4(tmp_path: Path) -> None:
         load(tmp_path / "hub")
     with pytest.raises(CheckpointError, match="weights are quantised with 'mxfp4'"):
         from_hf(HF_CONFIG | {"quantization_config": {"quant_method": "mxfp4"}})
+
+
+def test_the_fields_of_gpt_oss_20b_are_those_of_its_preset() -> None:
+    fields = {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+    assert dataclasses.replace(from_hf(fields), eos=()) == PRESETS["gpt-oss-20b"]
+    with pytest.raises(CheckpointError, match="swiglu_alpha and swiglu_limit are"):
+        from_hf(fields | {"swiglu_limit": 5.0})
