@@ -18,12 +18,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/howto/own_jax_model.md"
 
 
 def test_a_step_on_the_pages_mesh_is_that_of_one_device():
-    sizes, model, samples, mesh = re.findall(r"```\{testcode\}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    sizes, model, sinks, samples, mesh = re.findall(r"```\{testcode\}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names = {}
     exec(sizes + model, names)
     names["model"] = names["Llama"](names["config"], names["specs"], names["policy"], nnx.Rngs(0))
     names["tokens"] = jax.random.randint(jax.random.key(1), (2, names["specs"][0].prompt_len), 0, 64)
     names["lengths"] = lengths = jnp.asarray([48, 20], jnp.int32)
+    exec(sinks, names)
+    assert names["out"].shape == (2, 4, 16)
     exec(samples, names)
     want, _ = names["model"].step(names["logits"].argmax(axis=-1).astype(jnp.int32), lengths, names["states"])
     exec(mesh, names)
