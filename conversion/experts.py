@@ -37,14 +37,14 @@ def stacked(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[st
         return dict(tensors)
     gate, up, down = names.matrices
     single = re.compile(rf"(.*\.{names.prefix}\.experts)\.(\d+)\.({gate}|{up}|{down})\.weight")
-    merged = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks)?")
+    all_experts = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks)?")
     router = re.compile(r"(.*)\.mlp\.gate\.weight")  # transformers 5 has this name in every family
     found: dict[str, StoredTensor] = {}
     experts: dict[str, dict[int, StoredTensor]] = {}
     for name, tensor in tensors.items():
         if match := single.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = tensor
-        elif (match := merged.fullmatch(name)) and len(tensor.shape) == _AXES[match[3]]:
+        elif (match := all_experts.fullmatch(name)) and len(tensor.shape) == _AXES[match[3]]:
             base = f"{match[1]}.{names.prefix}.experts"
             parts = [(gate, 0, 2), (up, 1, 2)] if match[2] == "gate_up_proj" else [(down, 0, 1)]
             last = "bias" if match[3] == "_bias" else "weight"

@@ -44,7 +44,8 @@ def route(
     Logits of a softmax router, and the weights, have the type of `x`. Those of a sigmoid router are in float32.
     """
     if config.router == "sigmoid":
-        weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], bias))
+        wide = None if bias is None else bias.astype(jnp.float32)
+        weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], wide))
     else:
         weights = jax.nn.softmax(biased(projection(x, router)[0], bias).astype(jnp.float32), axis=-1)
     choice = weights if choice_bias is None else weights + jnp.broadcast_to(choice_bias, weights.shape)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import HF_CONFIG, weights, write_gguf, write_hf
@@ -14,6 +15,7 @@ from kvjax.config import PRESETS
 from kvjax.conversion import CheckpointError, from_hf, load
 from kvjax.models import Params
 from kvjax.models.params import Experts
+from kvjax.models.transformer import token_logprobs
 from kvjax.pallas_kernels import GroupedMatrix
 
 FIELDS = HF_CONFIG | {
@@ -126,6 +128,19 @@ def test_greedy_tokens_with_experts_in_mxfp4(tmp_path: Path) -> None:
     tokens = kvjax.generate(params, [3, 1, 4, 1, 5, 9], **options).tokens
     found = np.asarray(logits(params, np.asarray([[3, 1, 4, 1, 5, 9, *tokens]], np.int32)))[0, 5:-1]
     assert tokens == found.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=12"])
+def test_the_model_in_bfloat16(tmp_path: Path, policy: str) -> None:
+    published(tmp_path / "hub")
+    narrow, wide = (load(tmp_path / "hub", dtype=dtype) for dtype in ("bfloat16", "float32"))
+    options: Any = {"policy": policy, "max_new_tokens": 6, "ignore_eos": True, "seed": 0, "temperature": 1.0}
+    found = kvjax.generate(narrow, list(range(20)), **options)
+    given = np.asarray([[*range(20), *found.tokens]], np.int32)
+    if policy == "full":
+        expected = np.asarray(token_logprobs(wide, jnp.asarray(given)))[0, 19:]
+        np.testing.assert_allclose(found.logprobs, expected, atol=0.1)
+    assert np.isfinite(found.logprobs).all()
 
 
 def test_what_is_no_mxfp4(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/howto/own_jax_model.md"
 
 
 def test_a_step_on_the_pages_mesh_is_that_of_one_device():
-    sizes, model, sinks, samples, mesh = re.findall(r"```\{testcode\}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    sizes, model, sinks, samples, mesh = re.findall(
+        r"```\{testcode\}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     names = {}
     exec(sizes + model, names)
     names["model"] = names["Llama"](names["config"], names["specs"], names["policy"], nnx.Rngs(0))
