@@ -6,7 +6,7 @@ import jax
 import pytest
 from kernels.ahead_of_time import chip
 
-from kvjax.config import PRESETS, AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from kvjax.config import PRESETS, AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig
 from kvjax.models.sharding import bytes_per_device
 from kvjax.planning.workspace import cache_bytes, workspace
 from kvjax.runtime import absent_tpu, rows
@@ -25,10 +25,23 @@ def windows_and_full() -> ModelConfig:
     return ModelConfig("gemma3_text", 65536, 5376, layers, 131072, norm_offset=1.0, tied=True, embed_scale=73.5)
 
 
+def sinks() -> ModelConfig:
+    """A layer with a window and one without, as in gpt-oss-20b.
+
+    It is wider than that model. XLA for TPUs transposes matrices whose rows are no multiple of 128 numbers, and copies them
+    back.
+    """
+    config = PRESETS["gpt-oss-20b"].with_depth(2)
+    assert isinstance(config.layers[0].mlp, MoEConfig)
+    experts = dataclasses.replace(config.layers[0].mlp, width=3072)
+    layers = tuple(dataclasses.replace(layer, mlp=experts) for layer in config.layers)
+    return dataclasses.replace(config, hidden_size=3072, vocab_size=65536, layers=layers)
+
+
 MODELS = {
     "windows": windows_and_full(),
     "experts": PRESETS["qwen3-30b-a3b"].with_depth(2),
-    "sinks": PRESETS["gpt-oss-20b"].with_depth(2),
+    "sinks": sinks(),
 }
 DEPTHS = {"windows": 62, "experts": 48, "sinks": 24}
 """Layers of the real models. Two are compiled."""
