@@ -130,6 +130,7 @@ def test_greedy_tokens_with_experts_in_mxfp4(tmp_path: Path) -> None:
     assert tokens == found.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "h2o:budget=12"])
 def test_the_model_in_bfloat16(tmp_path: Path, policy: str) -> None:
     published(tmp_path / "hub")

@@ -29,12 +29,12 @@ from kvjax.runtime import session
 REPRESENTATIVE = {
     "windows": {"treekv", "adakv", "quest", "turboquant(full)"},
     "experts": {"snapkv"},
-    "sinks": {"h2o", "quest"},
+    "sinks": {"h2o"},
     "families": {"treekv"},
 }
 """Policies of the slow tier, by model. Other policies are in the tier `long`. Windows have policies that merge tokens, that
-have a budget per head, that select and that quantise. Experts change no cache. Sinks have a policy that scores by probabilities,
-and one that selects. Other families have a policy that rotates keys
+have a budget per head, that select and that quantise. Experts change no cache. Sinks have a policy that scores by probabilities.
+Other families have a policy that rotates keys
 again.
 """
 
