@@ -7,10 +7,10 @@ low-rank factors that are added to the projections of attention. All other weigh
 from the full cache of every update, and that of every held-out passage before and after. `--render` writes the section of docs/howto/training.md.
 """
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ PROJECTIONS = "q", "k", "v", "o"
 """Matrices that low-rank factors are added to."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """Sizes of an update: passages, tokens of a prompt, and tokens that follow it."""
 
@@ -124,10 +124,10 @@ def distil(
     trained = begin(params, rank, jax.random.key(0))
     state, losses = optimizer.init(trained), []
     before = heldout(trained)
-    update = update.lower(params, trained, state, train[0]).compile()
+    compiled = update.lower(params, trained, state, train[0]).compile()
     wall, cpu = time.perf_counter(), time.process_time()
     for passages in tqdm(train, desc="train"):
-        trained, state, value = update(params, trained, state, passages)
+        trained, state, value = compiled(params, trained, state, passages)
         losses.append(float(value))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return {
@@ -145,7 +145,7 @@ def between(
     params: kvjax.Params, policy: str, sizes: Sizes
 ) -> Callable[[kvjax.Params, kvjax.Params, jax.Array], jax.Array]:
     """The KL divergence of a changed model with a policy's cache from the model with the full cache, of each passage, mean over its steps, in nats."""
-    options = {"batch": sizes.rows, "prompt_len": sizes.prompt, "max_new_tokens": sizes.steps}
+    options: dict[str, Any] = {"batch": sizes.rows, "prompt_len": sizes.prompt, "max_new_tokens": sizes.steps}
     teacher, student = (kvjax.Engine(params, name, **options) for name in ("full", policy))
     lengths = np.full(sizes.rows, sizes.prompt, np.int32)
 
@@ -179,8 +179,8 @@ def adapted(params: kvjax.Params, trained: Any) -> kvjax.Params:
     for layer, changed in zip(params.layers, trained["layers"], strict=True):
         projections = {name: getattr(layer.attn, name) + up @ down for name, (down, up) in changed["factors"].items()}
         norms = {name: changed[name] for name in ("attn_norm", "mlp_norm")}
-        layers.append(layer.replace(attn=layer.attn.replace(**projections), **norms))
-    return params.replace(layers=tuple(layers), norm=trained["norm"])
+        layers.append(dataclasses.replace(layer, attn=dataclasses.replace(layer.attn, **projections), **norms))
+    return dataclasses.replace(params, layers=tuple(layers), norm=trained["norm"])
 
 
 def text(content: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """Distillation towards the full cache: two updates of a small model, and the page's section of a result file."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ def test_two_updates_bring_a_small_cache_nearer_to_the_full_one(row):
 def test_divergences_are_those_of_the_logits(row, tiny, passages):
     """KL(full || small) in NumPy, from logits of the two caches. Untrained factors change nothing."""
     prompts, following = passages[:, : SIZES.prompt], passages[:, SIZES.prompt :]
-    options = {"batch": SIZES.rows, "prompt_len": SIZES.prompt, "max_new_tokens": SIZES.steps}
+    options: dict[str, Any] = {"batch": SIZES.rows, "prompt_len": SIZES.prompt, "max_new_tokens": SIZES.steps}
     logprobs = []
     for policy in ("full", "streaming_llm:12"):
         logits = kvjax.Engine(tiny, policy, **options).logits(tiny, prompts, np.full(2, SIZES.prompt), following)
