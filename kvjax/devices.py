@@ -90,6 +90,8 @@ PRESETS: Mapping[str, Device] = {
     for name, kind in {
         "t4": "T4",
         "l4": "L4",
+        "l40s": "L40S",
+        "rtx-4090": "RTX 4090",
         "a100-40": "A100",
         "a100-80": "A100-SXM4-80GB",
         "h100": "H100",

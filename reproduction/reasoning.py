@@ -37,7 +37,7 @@ POLICIES = "full,rkv,triattention,recompress(snapkv; every=128),h2o,treekv,strea
 
 
 UNMENDED = """
-These answers were scored before a mend of the scorer, and were not kept. Then the number of a heading such as `#### 1.` counted instead of a
+These answers were scored before a fix of the scorer, and were not kept. Then the number of a heading such as `#### 1.` counted instead of a
 box behind it, as did the last number of a box, such as the exponent of a unit. Right answers of this kind are counted as wrong.
 """
 """What the section says of a result file without answers."""

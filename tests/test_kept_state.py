@@ -72,6 +72,14 @@ def test_questions_and_given_tokens(tiny):
         assert more.stop_reason == "length"
 
 
+def test_text_is_given_as_its_tokens(letters):
+    result: Any = kvjax.generate(letters, PROMPTS[1], "treekv", 24, max_new_tokens=8, room=16, **OPTIONS)
+    want = result.state.generate(letters, 4, letters.tokenizer.encode("abc"), ignore_eos=True)
+    more = result.state.generate(letters, 4, "abc", ignore_eos=True)
+    assert (more.tokens, more.state.tokens) == (want.tokens, want.state.tokens)
+    assert more.state.tokens[-7:-3] == [result.tokens[-1], 0, 1, 2]
+
+
 def test_an_end_token_is_not_in_the_cache(tiny):
     plain: Any = kvjax.generate(tiny, PROMPTS[0], "treekv", 24, max_new_tokens=8, **OPTIONS)
     end = plain.tokens[3]

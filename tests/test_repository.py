@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import tomllib
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,11 @@ def test_the_public_address_stands_in_one_place() -> None:
     assert having == {"pyproject.toml", "CITATION.cff", "notebooks/README.md", *notebooks}
 
 
+def _plain(name: str) -> str:
+    """A name without accents, which arXiv leaves out of some."""
+    return unicodedata.normalize("NFD", name).encode("ascii", "ignore").decode()
+
+
 def test_references_are_those_of_the_policies() -> None:
     """Each entry of references.bib has the address on its method's page, and the title, first author and year of the policy."""
     text = (ROOT / "docs/references.bib").read_text(encoding="utf-8")
@@ -140,7 +146,8 @@ def test_references_are_those_of_the_policies() -> None:
             r"(.+?) (\d{4}), (.+)", kvjax.policies.policies()[name].about.paper
         ).groups()
         assert (fields["title"], fields["year"]) == (title, year)
-        assert fields["author"].split(" and ")[0].endswith(authors.removesuffix(" et al."))
+        first_author, *_ = re.split(r" and | et al\.", authors)
+        assert _plain(fields["author"].split(" and ")[0]).endswith(_plain(first_author))
         assert "others" not in fields["author"]
 
 

@@ -90,12 +90,21 @@ def test_those_without_a_gradient_say_so(name, tiny):
         jax.eval_shape(jax.grad(lambda params: jnp.sum(engine.score(params, *padded(PROMPTS), tokens))), tiny)
 
 
+def test_lists_are_taken_as_arrays(tiny):
+    engine = engine_for("full", tiny)
+    tokens, lengths = padded(PROMPTS)
+    shapes = jax.eval_shape(lambda params: engine.score(params, tokens.tolist(), lengths.tolist(), [[5, 9]] * 2), tiny)
+    assert shapes.shape == (2, 2)
+
+
 def test_what_does_not_fit_is_refused(tiny):
     engine = engine_for("full", tiny)
     with pytest.raises(ValueError, match=r"following \[2, 9\]; give 2 rows of 1 to 3 tokens"):
         engine.score(tiny, *padded(PROMPTS), np.zeros((2, 9), np.int32))
     with pytest.raises(ValueError, match=r"tokens \[1, 64\] and lengths \[1\]; give 2 prompts of up to 64 places each"):
         engine.score(tiny, *padded(PROMPTS[:1]), np.zeros((2, 3), np.int32))
+    with pytest.raises(ValueError, match=r"tokens \[3\] and lengths \[1\]; give 2 prompts"):
+        engine.score(tiny, [5, 9, 2], [3], [[1]])
     blocked = kvjax.Engine(tiny, "full", batch=2, prompt_len=30, max_new_tokens=STEPS, block=16)
     with pytest.raises(ValueError, match="make an engine without mesh and block"):
         blocked.score(tiny, *padded(PROMPTS), np.zeros((2, 3), np.int32))

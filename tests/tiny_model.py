@@ -3,17 +3,24 @@
 import functools
 
 import jax
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from kvjax.config import RopeConfig
+from kvjax.conversion import Tokenizer
 from kvjax.models import ModelConfig, Params, init
 
 
 @functools.cache
 def tiny() -> Params:
     """A random Llama in float32: 2 layers, 4 query heads on 2 KV heads of 16, vocabulary 64, window 256, no tokenizer."""
-    config = ModelConfig.uniform(
+    return init(_config(64), jax.random.key(0))
+
+
+def _config(vocabulary: int) -> ModelConfig:
+    return ModelConfig.uniform(
         family="llama",
-        vocab_size=64,
+        vocab_size=vocabulary,
         hidden_size=48,
         intermediate_size=96,
         num_layers=2,
@@ -23,4 +30,22 @@ def tiny() -> Params:
         max_position=256,
         rope=RopeConfig(theta=10000.0, dim=16),
     )
-    return init(config, jax.random.key(0))
+
+
+TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@functools.cache
+def chatting() -> Params:
+    """The same model with a token for each byte, and a chat template that reads `tools`, for the pages' chats."""
+    vocabulary = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(vocabulary)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    params = init(_config(len(vocabulary)), jax.random.key(0))
+    return params.replace(tokenizer=Tokenizer(backend, eos=(1,), chat_template=TEMPLATE))

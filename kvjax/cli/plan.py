@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax._util.settings import parse_value
+from kvjax.devices import PRESETS
 
 from . import checks, console
 from .hyperparameters import read_policy
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def plan(
     device: Annotated[
         str,
-        typer.Option("--device", help="t4, l4, a100-40, a100-80, h100, h200, v5e, v5p, v6e, or cpu with --memory."),
+        typer.Option("--device", help=f"{', '.join(PRESETS)}, or cpu with --memory."),
     ],
     model: ModelOption = None,
     count: Annotated[int, typer.Option(min=1, max=4096, help="Number of devices, of the same kind on one host.")] = 1,

@@ -251,7 +251,14 @@ def _combined(text: str, name: str, parts: list[str]) -> Policy:
     if name == "by_head":
         return _by_head(text, parts)
     cls = _WRAPPERS[name]
-    policy = _parsed(parts[0])
+    try:
+        policy = _parsed(parts[0])
+    except PolicyError as error:
+        if parts[1:] or "," not in parts[0]:
+            raise
+        raise PolicyError(
+            f"{str(error).rstrip('.')}. Settings of {name} follow a semicolon: {name}(POLICY; NAME=VALUE)."
+        ) from None
     hints = _hints(cls, without=("policy",)) | {"budget": int | float}
     if parts[1:] and "=" not in parts[1]:
         raise PolicyError(

@@ -530,17 +530,17 @@ class Engine:
             raise ValueError(
                 "logits for training run on one device and prefill whole prompts; make an engine without mesh and block"
             )
-        if tokens.shape[0] != rows or not 0 < tokens.shape[1] <= most or lengths.shape != (rows,):
+        tokens, lengths, following = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(following)
+        if tokens.ndim != 2 or len(tokens) != rows or not 0 < tokens.shape[1] <= most or lengths.shape != (rows,):
             raise ValueError(
                 f"tokens {list(tokens.shape)} and lengths {list(lengths.shape)}; give {rows} prompts of up to {most} places each"
             )
-        if following.shape[0] != rows or not 0 < following.shape[1] <= self.max_new_tokens:
+        if following.ndim != 2 or len(following) != rows or not 0 < following.shape[1] <= self.max_new_tokens:
             raise ValueError(
                 f"following {list(following.shape)}; give {rows} rows of 1 to {self.max_new_tokens} tokens"
             )
-        padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, most - tokens.shape[1])))
-        params = without_text(params)
-        return following_logits(self.policy, self.specs, params, padded, jnp.asarray(lengths), jnp.asarray(following))
+        padded = jnp.pad(tokens, ((0, 0), (0, most - tokens.shape[1])))
+        return following_logits(self.policy, self.specs, without_text(params), padded, lengths, following)
 
     def score(
         self,

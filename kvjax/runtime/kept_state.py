@@ -13,7 +13,7 @@ from kvjax.models import Params
 from kvjax.policies import Policy
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.decoding import CHUNK
-from kvjax.runtime.prompts import check_ids
+from kvjax.runtime.prompts import check_ids, question_ids
 from kvjax.runtime.request import RequestOptions, check_request
 from kvjax.runtime.row import StopReason
 from kvjax.runtime.rows import Reading
@@ -103,7 +103,7 @@ class KeptState:
         self,
         params: Params,
         max_new_tokens: int = 128,
-        given: Sequence[int] = (),
+        given: str | Sequence[int] = (),
         **options: Unpack[RequestOptions],
     ) -> Continuation:
         """Continue the sequence. The state itself remains usable.
@@ -111,7 +111,7 @@ class KeptState:
         Args:
             params: the model that the state is of.
             max_new_tokens: maximum number of tokens to sample.
-            given: token ids that follow `next_token` before any is sampled.
+            given: text or token ids that follow `next_token` before any is sampled.
             options: sampling options of `kvjax.generate`, without `stop` and `sampler`.
 
         Returns:
@@ -125,6 +125,8 @@ class KeptState:
         if options.get("sampler") is not None:
             raise ValueError("sampler is not supported here; give temperature and filters, or use kvjax.generate")
         request = check_request(params, max_new_tokens, **options)
+        if isinstance(given, str) and given:
+            (given,) = question_ids(params, given, None)
         check_ids([list(given)], 1, len(given), params.config.vocab_size, "given row", least=0)
         first = [self.next_token, *map(int, given)]
         if len(first) + request.max_new_tokens - 1 > self.room:

@@ -89,7 +89,7 @@ def about_ruler(header: Mapping[str, Any]) -> list[str]:
     early = [task for task in LAST_LINE if any(task in tasks for tasks in suites.values())]
     if header["date"] < MENDED and early:
         told += (
-            f"\nThese prompts were made before a mend: in {', '.join(f'`{task}`' for task in early)}, one needle in 40 is the last line,\n"
+            f"\nThese prompts were made before a fix: in {', '.join(f'`{task}`' for task in early)}, one needle in 40 is the last line,\n"
             "which policies that keep recent tokens always have."
         )
     return [told + "\n"]

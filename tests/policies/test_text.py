@@ -121,6 +121,10 @@ def test_a_list_of_policies():
         ("full:64", r"'full:64': full has no budget that '64' could set. It takes no hyperparameters"),
         ("turboquant:budget=64", r"policy 'turboquant' has no hyperparameter 'budget'"),
         ("quantized(snapkv:64; 4)", r"quantized has no budget that '4' could set. Write NAME=VALUE, with bits, group"),
+        (
+            "quantized(snapkv:64, 4)",
+            r"'4': write NAME=VALUE. Settings of quantized follow a semicolon: quantized\(POLICY; N",
+        ),
         ("critical(snapkv:64; 0.5)", r"critical has no budget that '0.5' could set"),
         ("offloaded(treekv; policy=full)", r"policy 'offloaded' has no hyperparameter 'policy'"),
         ("quantized(full; bit=4)", r"policy 'quantized' has no hyperparameter 'bit'.*Did you mean 'bits'"),

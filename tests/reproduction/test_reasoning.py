@@ -50,7 +50,7 @@ def test_the_table_by_hand(part, tmp_path, monkeypatch):
     content = json.loads(file.read_text())
     assert [each["policy"] for each in content["rows"]] == ["full", "h2o"]
     assert content["rows"][0]["answers"] == ["x"] * 4
-    assert "were scored before a mend" not in reasoning.section(content)
+    assert "were scored before a fix" not in reasoning.section(content)
     assert reasoning.table(content["rows"]).splitlines()[2:] == [
         "| `full` | 75.0 ± 25.0 |  | 100 % | 10 | 25.0 % |",
         "| `h2o` | 0.0 ± 0.0 | -50.0 ± 50.0 | 100 % | 10 | 25.0 % |",
@@ -75,7 +75,7 @@ def test_a_result_file_is_scored_again(part, tmp_path, monkeypatch):
     assert [each["scores"] for each in again] == [[1, 1, 0, 1], [0, 0]]
     del content["rows"][0]["answers"]
     file.write_text(json.dumps(content))
-    assert "were scored before a mend" in reasoning.section(content)
+    assert "were scored before a fix" in reasoning.section(content)
     with pytest.raises(SystemExit, match="has no answers of full; measure again"):
         reasoning.rescore(file, problems)
 
