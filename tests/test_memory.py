@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 import pytest
+from policies.driver import TINY
 
-from kvjax.models import Params
+from kvjax.config import RopeConfig
+from kvjax.models import ModelConfig, Params
 from kvjax.policies import Full, Policy, PolicyError, StreamingLLM, TreeKV, get_policy, policies
 from kvjax.runtime import memory as memory_module
 from kvjax.runtime.memory import largest_cache, parse_bytes
@@ -53,22 +55,28 @@ def test_nothing_fits(tiny: Params, memory: int) -> None:
     assert largest_cache(TreeKV(sinks=1000, budget=2000), tiny.config, 100_000) == 0
 
 
-@pytest.mark.parametrize("memory", [10**7, 8 * 10**10])
-def test_a_cache_that_fits_is_found_in_a_few_looks(tiny: Params, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+WIDE = ModelConfig.uniform("llama", 64, 48, 96, 2, 8, 8, 128, 256, RopeConfig(theta=10000.0, dim=128))
+"""A layer of it takes as much memory for a token as one of Llama-3.1-8B."""
+
+
+@pytest.mark.parametrize(("config", "memory"), [(TINY, 10**7), (WIDE, 8 * 10**9)], ids=["small", "large"])
+def test_a_cache_that_fits_is_found_in_a_few_looks(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
     """Each traces all layers: twenty of them for every policy are what `kvjax inspect --memory` would wait for."""
     looked, look = [], memory_module.sequence_bytes
     monkeypatch.setattr(memory_module, "sequence_bytes", lambda *given: looked.append(given) or look(*given))
     for cls in policies().values():
         policy, before = cls(), len(looked)
         try:
-            policy.bind(tiny.config)
+            policy.bind(config)
         except PolicyError:
             continue
-        found = largest_cache(policy, tiny.config, memory)
+        found = largest_cache(policy, config, memory)
         assert len(looked) - before <= 9, policy
         sizes = [found, found + (128 if found >= 2048 else 32)]
         fits, more = (
-            look(get_policy(policy, budget=n) if "budget" in vars(policy) else policy, tiny.config, n, jnp.bfloat16)
+            look(get_policy(policy, budget=n) if "budget" in vars(policy) else policy, config, n, jnp.bfloat16)
             for n in sizes
         )
         assert fits <= memory < more, policy
