@@ -6,10 +6,12 @@ replacements still take effect. Between tests, `conftest.py` calls `drop_program
 memory.
 """
 
+import functools
 import gc
 import importlib.metadata
 import os
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +78,10 @@ def keep_programs(folder: Path) -> None:
     """Keep compiled programs in a folder that the processes of a run share. Each program is then compiled once per run.
 
     JAX writes these files in place, so that another process could read an incomplete file. This replaces a private
-    method of JAX by one that writes files atomically. It ignores the cache's size limit.
+    method of JAX by one that writes files atomically. It ignores the cache's size limit. It also replaces JAX's
+    compression, which takes three times as long as zlib's fastest one, for files that are a fifth smaller.
     """
+    from jax._src import compilation_cache
     from jax._src.lru_cache import LRUCache
 
     def put(self: Any, key: str, value: bytes) -> None:
@@ -88,6 +92,8 @@ def keep_programs(folder: Path) -> None:
             part.replace(path)
 
     LRUCache.put = put
+    compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)
+    compilation_cache.decompress_executable = zlib.decompress
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
