@@ -154,17 +154,19 @@ LATER = {"default": "slow", "slow": "long", "long": "long"}
 """The tier of a policy where a test takes much longer than others of every policy."""
 
 
-def each(policies: list[Policy], later: bool = False) -> pytest.MarkDecorator:
-    """One test for every policy, in the policy's tier, or with `later` in the one after it."""
+def in_tier(name: str, later: bool = False, often: bool = False) -> list[pytest.MarkDecorator]:
+    """The marks of a test of this policy (or of this text of a transform), with `later` and `often` as in `each`."""
+    outer, bracket, _ = name.partition("(")
+    tier = TRANSFORMS.get(outer, facts_of(outer).tier) if bracket else facts_of(outer).tier
+    tier = LATER[tier] if later else tier
+    tier = "slow" if often and tier == "long" else tier
+    return [] if tier == "default" else [getattr(pytest.mark, tier)]
 
-    def marks(name: str) -> list[pytest.MarkDecorator]:
-        outer, bracket, _ = name.partition("(")
-        tier = TRANSFORMS.get(outer, facts_of(outer).tier) if bracket else facts_of(outer).tier
-        tier = LATER[tier] if later else tier
-        return [] if tier == "default" else [getattr(pytest.mark, tier)]
 
+def each(policies: list[Policy], later: bool = False, often: bool = False) -> pytest.MarkDecorator:
+    """One test for every policy, in the policy's tier, or with `later` in the one after it; with `often` no test is long."""
     named = [(policy.info.name or type(policy).__name__, policy) for policy in policies]
-    params = [pytest.param(policy, id=name, marks=marks(name)) for name, policy in named]
+    params = [pytest.param(policy, id=name, marks=in_tier(name, later, often)) for name, policy in named]
     return pytest.mark.parametrize("policy", params)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.driver import TINY, every_policy, make_case
+from policies.driver import TINY, each, every_policy, make_case
 
 import kvjax
 from kvjax.cache import layer_specs
@@ -47,7 +47,7 @@ def flags(**values):
             jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("policy", every_policy(16), ids=lambda policy: policy.info.name)
+@each(every_policy(16), often=True)
 def test_programs_are_traced_under_all_flags(policy):
     """In 32 bits, with flags that refuse what code may do by accident."""
     specs = layer_specs(TINY, 2, 64, 12, jnp.dtype("float32"))

@@ -215,7 +215,8 @@ def test_the_newest_token_is_never_lost(policy):
         assert (mine.sum(axis=-1) == 1).all()
 
 
-@pytest.mark.slow  # tests/test_rows.py sees it in a model
+@pytest.mark.slow
+@pytest.mark.rotating  # tests/test_rows.py sees it in a model, for every policy and commit
 @each([p for p in TIGHT + FRACTION if "offloaded" not in p.info.name])
 def test_rows_without_a_token_do_not_change(policy):
     """Rows that take tokens at random times go bit for bit through the states of rows that take one in every step."""
@@ -296,7 +297,7 @@ SEES = [p for p in FREED if not any(name in p.info.name for name in ("streaming"
 """Those whose choice depends on what they read, and not on positions alone."""
 
 
-@pytest.mark.parametrize("policy", SEES, ids=lambda policy: policy.info.name)
+@each(SEES, often=True)
 def test_rows_choose_for_themselves(policy):
     """Rows of equal length and different text keep different tokens; of equal text, the same."""
     inputs = make_case(41, [50, 50, 50, 50], NEW)
@@ -310,7 +311,7 @@ def test_rows_choose_for_themselves(policy):
         assert rows[1] != rows[2]
 
 
-@pytest.mark.parametrize("policy", FREED, ids=lambda policy: policy.info.name)
+@each(FREED, often=True)
 def test_padding_is_never_kept(policy):
     """No position beyond what a row has read, however much padding the batch has; and no slot that stands for none."""
     inputs = case(42)
@@ -319,7 +320,7 @@ def test_padding_is_never_kept(policy):
             assert all(held and min(held) >= 0 and max(held) < length + i for held in heads)
 
 
-@pytest.mark.parametrize("policy", FREED, ids=lambda policy: policy.info.name)
+@each(FREED, often=True)
 def test_nothing_leaks_into_the_next_prompt(policy):
     """A prompt read after another gives what it gave before."""
     before = run(policy, case(44))[1]

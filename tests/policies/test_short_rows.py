@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from policies.driver import TINY, compiled, make_case, run
+from policies.driver import TINY, compiled, in_tier, make_case, run
 from policies.surrogates import model_inputs
 
 import kvjax
@@ -56,7 +56,10 @@ def kept(policy: Policy, case) -> list[list[list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("name", [*policies(), *COMBINED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=in_tier(COMBINED.get(name, name), often=True)) for name in (*policies(), *COMBINED)],
+)
 def test_short_rows_beside_a_long_one_stay_whole(name):
     """At a quarter: those that are no longer than the budget, and those that are no longer than what the policy needs."""
     policy = made(name, SHARE)
