@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 from serve_client import Client
 
-openai = pytest.importorskip("openai")
-httpx2 = pytest.importorskip("httpx2")
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The package, which takes long to import: not in processes that only collect these tests."""
+    return pytest.importorskip("openai")
 
 
 @pytest.fixture
-def ask(client: Client) -> Callable[[Callable[[Any], Any]], Any]:
+def ask(client: Client, openai: Any) -> Callable[[Callable[[Any], Any]], Any]:
     """Calls a function of an `openai.AsyncOpenAI` in the server's event loop, without sockets."""
-    transport = httpx2.ASGITransport(app=client.app)
+    transport = pytest.importorskip("httpx2").ASGITransport(app=client.app)
 
     async def asked(function: Callable[[Any], Any]) -> Any:
         http = openai.DefaultAsyncHttpxClient(transport=transport)
@@ -70,7 +73,7 @@ def test_completions(ask: Any) -> None:
     assert len(whole.choices[0].logprobs.tokens) == len(whole.choices[0].logprobs.token_logprobs) <= 5
 
 
-def test_models_and_errors(ask: Any) -> None:
+def test_models_and_errors(ask: Any, openai: Any) -> None:
     async def names(api: Any) -> list[str]:
         return [model.id async for model in api.models.list()]
 
