@@ -45,6 +45,13 @@ def test_readme_has_one_test_command() -> None:
     assert sum("python -m pytest" in line for line in lines) == 1
 
 
+def test_tests_over_meshes_are_in_one_folder() -> None:
+    """`.ci/run` collects it alone."""
+    files = (ROOT / "tests").rglob("*.py")
+    marked = {file.parent for file in files if re.search(r"\bmark\.mesh", file.read_text(encoding="utf-8"))}
+    assert marked == {ROOT / "tests" / "mesh"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^()\s]+)\)", prose(page)):
