@@ -67,6 +67,23 @@ def test_own_policy_of_the_docs_works(tiny):
         registry._POLICIES.pop("low_norm", None)
 
 
+def test_a_scorer_keeps_its_first_and_last_tokens(tiny):
+    """As many as its `always_kept` says in plain numbers."""
+
+    class Ends(kvjax.policies.SnapKV):
+        def always_kept(self, budget):
+            return 2, 5
+
+    engine = kvjax.Engine(tiny, Ends(budget=12), batch=2, prompt_len=40, max_new_tokens=4)
+    state, _ = engine.prefill([[5, 9, 2, 7] * 10, [3, 1, 4] * 7])
+    for slots in engine.slots(state):
+        for row, size in enumerate((40, 21)):
+            for head in range(2):
+                kept = set(np.asarray(slots.pos[row, head])[np.asarray(slots.live[row, head])].tolist())
+                assert len(kept) == 12
+                assert kept > {0, 1, *range(size - 5, size)}
+
+
 def test_the_scorer_that_the_docs_write_keeps_what_knorm_keeps(tiny):
     namespace = {"__name__": "my_policy"}
     exec(SCORER, namespace)

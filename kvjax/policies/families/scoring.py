@@ -70,8 +70,16 @@ class PromptScorer(Policy):
         return None
 
     def always_kept(self, budget: Any) -> tuple[Any, Any]:
-        """Number of first and last tokens that are kept whatever their score, for a budget or an array of budgets."""
+        """Number of first and last tokens that are kept whatever their score: whole numbers, or computed from the budget.
+
+        `budget` is a number, or an array with one of each row.
+        """
         return budget * 0, budget * 0
+
+    def kept_ends(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """`always_kept` of each row, as arrays."""
+        first, last = (jnp.broadcast_to(jnp.asarray(end, jnp.int32), budget.shape) for end in self.always_kept(budget))
+        return first, last
 
     def row_budgets(self, spec: LayerSpec, lengths: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
         """Budget of each row in this layer, for prompts of `lengths` tokens in sequences of `total` tokens."""
@@ -111,7 +119,7 @@ class PromptScorer(Policy):
         self, size: int, lengths: Int[Array, " B"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"] | None = None
     ) -> tuple[Bool[Array, "B #K T"], Bool[Array, "B #K T"]]:
         """Which of `size` places contain a token, and which are among the always kept first and last tokens."""
-        first, last = (end[:, None, None] for end in self.always_kept(budget))
+        first, last = (end[:, None, None] for end in self.kept_ends(budget))
         place, stop = jnp.arange(size, dtype=jnp.int32), lengths[:, None, None]
         pos = jnp.where(place < stop, place, -1) if pos is None else pos
         return pos >= 0, (pos < first) | (place >= stop - last)
@@ -325,7 +333,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
             due = self.is_due(state)
             return jax.lax.cond(jnp.any(due), lambda state: self._cut(state, due), lambda state: state, state)
         kept = state.cache
-        first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
+        first, last = (end[:, None, None] for end in self.policy.kept_ends(state.budget))
         candidates = kept.live & (kept.pos >= first) & (kept.pos < kept.seen[:, None, None] - last)
         over = kept.count > state.budget[:, None]
         return dataclasses.replace(state, cache=cache.evict(kept, lowest(state, candidates), over))
@@ -333,7 +341,7 @@ class ScoreEvictionLayer(PromptScorerLayer[E]):
     def _cut(self, state: ScoredCache, due: Bool[Array, " B"]) -> ScoredCache:
         """Return the state, cut to the budget's highest scores in the rows that are due."""
         held = state.cache
-        first, last = (end[:, None, None] for end in self.policy.always_kept(state.budget))
+        first, last = (end[:, None, None] for end in self.policy.kept_ends(state.budget))
         ends = held.live & ((held.pos < first) | (held.pos >= held.seen[:, None, None] - last))
         rivals = held.live & ~ends
         count = state.budget[:, None] - jnp.sum(ends, axis=-1, dtype=jnp.int32)

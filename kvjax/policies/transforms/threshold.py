@@ -125,7 +125,7 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
 
     def best(self, prompt: PromptKV, scores: Float[Array, "B K T"]) -> tuple[Bool[Array, "B K T"], Int[Array, " B"]]:
         budget = jnp.maximum(self.policy.row_budgets(self.spec, prompt.seen, prompt.total), self.least)
-        first, _ = self.policy.always_kept(budget)
+        first, _ = self.policy.kept_ends(budget)
         live = jnp.broadcast_to(prompt.live, scores.shape)
         old = self._old(prompt.pos, prompt.seen, first)
         ends, between = live & ~old, live & old & (scores >= self.threshold)
@@ -139,7 +139,7 @@ class ThresholdedLayer(ScoreEvictionLayer[ScoreEviction]):
 
     def compress(self, state: ScoredCache) -> ScoredCache:
         held = state.cache
-        first, _ = self.policy.always_kept(state.budget)
+        first, _ = self.policy.kept_ends(state.budget)
         old = held.live & self._old(held.pos, held.seen, first)
         low = old & ~(state.score >= self.threshold)  # at most one token, which has just left the window
         drop = jnp.any(low, axis=-1)
