@@ -17,6 +17,7 @@ from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
+from .delta_nets import as_stored, is_regrouped
 from .errors import CheckpointError, listed
 from .experts import expert_name, experts_of
 from .hf_config import OWN_MATRICES, OWN_METHOD, to_hf
@@ -196,6 +197,8 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
                 name = (expert_name(of, i) if count else of) + part
                 tensors[name] = of, part, slice(i * size, (i + 1) * size)
                 shapes[name] = jax.ShapeDtypeStruct((size, *whole.shape[1:]), whole.dtype)
+                if is_regrouped(config, of):
+                    shapes[name] = jax.eval_shape(lambda x, of=of: as_stored(config, of, x), shapes[name])
     fields = to_hf(config) | {"torch_dtype": dtype}
     arrays: dict[str, list[str]] = {}
     for name, (_, part, _) in tensors.items():
@@ -214,8 +217,10 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
             stream.write(_header({tensor: shapes[tensor] for tensor in names}))
             for tensor in names:
                 of, part, rows = tensors[tensor]
-                for parameter in layout[of]:
-                    array = held.read(parameter, part)
+                arrays_of = (held.read(parameter, part) for parameter in layout[of])
+                if is_regrouped(config, of):
+                    arrays_of = [as_stored(config, of, np.concatenate(list(arrays_of)))]
+                for array in arrays_of:
                     array = np.ascontiguousarray(array[rows] if experts_of(config, of) else array)
                     stream.write(array.view(np.uint8).data)
                     meter.advance(array.nbytes)

@@ -1,6 +1,7 @@
 """Attention of one layer around the cache: projections to heads, and attention without a cache."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +12,44 @@ from kvjax.config import AttentionConfig, Rope
 from kvjax.pallas_kernels import prefill_attention, projection
 
 from .layer import Layer, biased
+from .params import Attention
 
 
-def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> tuple[Array, Array, Array]:
-    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`, whose tokens are at positions `pos`."""
-    p = layer.params.attn
+class Heads(NamedTuple):
+    """Projections of a layer's input.
+
+    Attributes:
+        q, k, v: unrotated queries and keys, and values.
+        gate: logits of the factors on the outputs of all heads, None for a layer that is not gated.
+    """
+
+    q: Float[Array, "... N H"]
+    k: Float[Array, "... K H"]
+    v: Float[Array, "... K H"]
+    gate: Float[Array, "... A"] | None = None
+
+
+def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> Heads:
+    """Heads of a layer with input `x`, whose tokens are at positions `pos`."""
+    p = _params(layer)
     x, norm = layer.inputs(x, layer.params.attn_norm)
     return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm), pos)
 
 
-def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> tuple[Array, Array, Array]:
+def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:
     """Split products of the q, k and v matrices into heads, with biases, norms and query factors if the layer has them."""
-    p, (q, k, v) = layer.params.attn, products
-    return _queries(layer, q, pos), _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias)
+    p, (q, k, v) = _params(layer), products
+    q, gate = _queries(layer, q, pos)
+    return Heads(q, _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias), gate)
 
 
 def queries_ahead(
     previous: Layer, layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]
 ) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
-    p = layer.params.attn
     x, norm = previous.inputs(x, previous.params.attn_norm)
-    (q,) = projection(x, p.q, norm=norm)
-    return _queries(layer, q, pos)
+    (q,) = projection(x, _params(layer).q, norm=norm)
+    return _queries(layer, q, pos)[0]
 
 
 def prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
@@ -55,19 +71,30 @@ def causal_attention(config: AttentionConfig, rope: Rope, q: Array, k: Array, v:
     return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window)
 
 
-def _queries(layer: Layer, product: Array, pos: Int[Array, "..."]) -> Float[Array, "... N H"]:
-    """Heads of queries, times the factor of their positions if the layer has one."""
-    p, mixer = layer.params.attn, layer.config.mixer
-    q = _heads(layer, product, p.q_bias, p.q_norm)
+def _queries(
+    layer: Layer, product: Array, pos: Int[Array, "..."]
+) -> tuple[Float[Array, "... N H"], Float[Array, "... A"] | None]:
+    """Heads of queries, times the factor of their positions if the layer has one, and the gate of a gated layer."""
+    p, mixer = _params(layer), layer.config.attention
+    h, gate = biased(product, p.q_bias), None
+    if mixer.gated:
+        both = h.reshape(*h.shape[:-1], -1, 2, mixer.head_dim)
+        h, gate = (both[..., i, :].reshape(*h.shape[:-1], -1) for i in range(2))
+    q = _heads(layer, h, None, p.q_norm)
     if mixer.query_period is None:
-        return q
+        return q, gate
     factor = 1.0 + mixer.query_growth * jnp.log1p((pos // mixer.query_period).astype(jnp.float32))
-    return q * factor.astype(q.dtype)[..., None, None]
+    return q * factor.astype(q.dtype)[..., None, None], gate
 
 
 def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
-    mixer, h = layer.config.mixer, biased(h, bias)
+    mixer, h = layer.config.attention, biased(h, bias)
     if norm is not None and mixer.joint_qk_norm:
         h = layer.norm(norm)(h)
     h = h.reshape(*h.shape[:-1], -1, mixer.head_dim)
     return h if norm is None or mixer.joint_qk_norm else layer.norm(norm)(h)
+
+
+def _params(layer: Layer) -> Attention:
+    assert isinstance(layer.params.attn, Attention)
+    return layer.params.attn

@@ -162,14 +162,14 @@ def gate_values(
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             kind = config.layers[layer]
             if layer not in config.compressed:
-                return causal_attention(kind.mixer, ropes[kind], q, k, v)
+                return causal_attention(kind.attention, ropes[kind], q, k, v)
             own = gates[config.compressed.index(layer)]
             mix = partial(
                 gated_attention,
                 sinks=settings.sinks,
                 recent=settings.recent,
-                window=kind.mixer.window,
-                scale=kind.mixer.logit_scale,
+                window=kind.attention.window,
+                scale=kind.attention.logit_scale,
             )
             # Attention is recomputed in the backward pass, as the attention weights of all layers would not fit in
             # memory.
