@@ -29,7 +29,7 @@ def ungrouped(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[
         mixer, kind = held
         if kind == "conv1d" and len(tensor.shape) == 3 and tensor.shape[1] == 1:
             found[name] = _without_axis(tensor)
-        elif kind != "conv1d" and tensor.shape[0] == len(order := _order(mixer, kind)):
+        elif kind != "conv1d" and tensor.shape[0] == len(order := grouped_order(mixer, kind)):
             found[name] = with_rows(tensor, order)
     return found
 
@@ -40,7 +40,7 @@ def as_stored(config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
     if held is None:
         return array
     mixer, kind = held
-    return array[:, None] if kind == "conv1d" else array[np.argsort(_order(mixer, kind))]
+    return array[:, None] if kind == "conv1d" else array[np.argsort(grouped_order(mixer, kind))]
 
 
 def is_regrouped(config: ModelConfig, name: str) -> bool:
@@ -80,7 +80,7 @@ def _mixer(config: ModelConfig, name: str) -> tuple[DeltaNetConfig, str] | None:
     return (mixer, match[2]) if isinstance(mixer, DeltaNetConfig) else None
 
 
-def _order(mixer: DeltaNetConfig, kind: str) -> np.ndarray:
+def grouped_order(mixer: DeltaNetConfig, kind: str) -> np.ndarray:
     """Row of the file for each row of the layout."""
     group = mixer.value_heads // mixer.key_heads
     keys, values = mixer.key_dim, group * mixer.value_dim

@@ -427,7 +427,7 @@ def _rest(
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
     more: Float[Array, "... D"] | None = None,
-    gate: Float[Array, "... A"] | None = None,
+    gate: Float[Array, "... _"] | None = None,
 ) -> Array:
     """Residual stream after a layer whose mixer's output is `out`, to which `more` is added before the MLP.
 

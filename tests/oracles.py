@@ -161,7 +161,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # Prompts are longer than a chunk of the delta rule. Key heads serve two value heads each.
-    "qwen3.5": ("qwen3_5_text", _HYBRID | {"num_hidden_layers": 4, "intermediate_size": 52, **_plain(1e4)}),
+    "qwen3.5": ("qwen3_5_text", _HYBRID | {"num_hidden_layers": 4, "full_attention_interval": 2, **_plain(1e4)}),
     "qwen3.5-moe": (
         "qwen3_5_moe_text",
         _HYBRID

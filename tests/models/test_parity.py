@@ -18,7 +18,7 @@ pytestmark = pytest.mark.oracle
 
 LENGTHS = (40, 23, 7, 1)
 
-LONGER = {"qwen3.5": (90, 64, 7, 2), "phi-3-longrope-long": (40, 23, 7, 5)}
+LONGER = {"qwen3.5": (70, 64, 7, 2), "phi-3-longrope-long": (40, 23, 7, 5)}
 """Lengths of other prompts. Prompts of a gated delta net are longer than a chunk, and shorter than its convolution.
 
 LongRoPE picks its factors by the length of the batch: all rows are on the same side of the original window.
