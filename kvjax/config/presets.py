@@ -1,6 +1,6 @@
 """Configurations of well-known models, for benchmarks and memory plans that need no weights."""
 
-from .model import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from .model import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from .rope import Llama3, RopeConfig
 
 PRESETS = {
@@ -68,6 +68,22 @@ PRESETS = {
         max_position=40960,
         norm_eps=1e-6,
     ),
+    "qwen3.5-9b": ModelConfig(
+        family="qwen3_5_text",
+        vocab_size=248320,
+        hidden_size=4096,
+        layers=(
+            *[LayerConfig(DeltaNetConfig(16, 32, key_dim=128, value_dim=128), MLPConfig(12288))] * 3,
+            LayerConfig(
+                AttentionConfig(16, 4, 256, RopeConfig(theta=10000000.0, dim=64), qk_norm=True, gated=True),
+                MLPConfig(12288),
+            ),
+        )
+        * 8,
+        max_position=262144,
+        norm_eps=1e-6,
+        norm_offset=1.0,
+    ),
     "smollm2-135m": ModelConfig.uniform(
         family="llama",
         vocab_size=49152,
@@ -90,6 +106,7 @@ _HUB = {
     "meta-llama/llama-2-7b": "llama-2-7b",
     "qwen/qwen2.5-7b": "qwen2.5-7b",
     "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
+    "qwen/qwen3.5-9b": "qwen3.5-9b",
     "huggingfacetb/smollm2-135m": "smollm2-135m",
 }
 """Presets by Hugging Face hub id of the base model, in lower case."""
