@@ -43,6 +43,12 @@ def as_stored(config: ModelConfig, name: str, array: np.ndarray) -> np.ndarray:
     return array[:, None] if kind == "conv1d" else array[np.argsort(grouped_order(mixer, kind))]
 
 
+def stored_shape(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of what `as_stored` returns for a tensor of this shape."""
+    held = _mixer(config, name)
+    return (shape[0], 1, *shape[1:]) if held is not None and held[1] == "conv1d" else shape
+
+
 def is_regrouped(config: ModelConfig, name: str) -> bool:
     """Whether `as_stored` changes a tensor of this name."""
     return _mixer(config, name) is not None

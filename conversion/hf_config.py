@@ -814,7 +814,7 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
     if config.clip_qkv is not None:
         raise CheckpointError(f"{source}: clip_qkv is not supported, as queries, keys and values are not clipped")
-    if (family.dense_layers or family.unrotated_every) and config.use_sliding_window:
+    if (family.dense_layers or family.unrotated_every or family.recurrent_other_than) and config.use_sliding_window:
         raise CheckpointError(f"{source}: use_sliding_window of a {config.model_type} model is not supported")
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")

@@ -17,7 +17,7 @@ from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
-from .delta_nets import as_stored, is_regrouped
+from .delta_nets import as_stored, is_regrouped, stored_shape
 from .errors import CheckpointError, listed
 from .experts import expert_name, experts_of
 from .hf_config import OWN_MATRICES, OWN_METHOD, to_hf
@@ -196,9 +196,8 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
             for i in range(max(count, 1)):
                 name = (expert_name(of, i) if count else of) + part
                 tensors[name] = of, part, slice(i * size, (i + 1) * size)
-                shapes[name] = jax.ShapeDtypeStruct((size, *whole.shape[1:]), whole.dtype)
-                if is_regrouped(config, of):
-                    shapes[name] = jax.eval_shape(lambda x, of=of: as_stored(config, of, x), shapes[name])
+                shape = stored_shape(config, of, (size, *whole.shape[1:]))
+                shapes[name] = jax.ShapeDtypeStruct(shape, whole.dtype)
     fields = to_hf(config) | {"torch_dtype": dtype}
     arrays: dict[str, list[str]] = {}
     for name, (_, part, _) in tensors.items():

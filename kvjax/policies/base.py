@@ -240,12 +240,16 @@ class Windowed(Policy):
         return dataclasses.replace(self, policy=self.policy.bind(config))
 
     def for_model(self, config: ModelConfig) -> "Windowed":
-        own = self.num_layers, self.recurrent
-        if own != (config.num_layers, config.num_layers - len(config.cached)):
+        recurrent = config.num_layers - len(config.cached)
+        if self.num_layers != config.num_layers:
             raise PolicyError(
-                f"{self.info.name}: the policy is bound to a model of {self.num_layers} layers, {self.recurrent} of them "
-                f"recurrent, but this model has {config.num_layers} and {config.num_layers - len(config.cached)}. Give an "
-                "unbound policy."
+                f"{self.info.name}: the policy is bound to a model of {self.num_layers} layers, but this model has "
+                f"{config.num_layers}. Give an unbound policy."
+            )
+        if self.recurrent != recurrent:
+            raise PolicyError(
+                f"{self.info.name}: the policy is bound to a model with {self.recurrent} recurrent layers, but this model has "
+                f"{recurrent}. Give an unbound policy."
             )
         return self.bind(config.with_layers(self.layers))
 

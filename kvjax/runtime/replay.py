@@ -102,7 +102,7 @@ def _again(
     lengths: Int[Array, " B"],
     total: Int[Array, " B"],
     layers: Sequence[CacheLayer[Any]],
-    held: Sequence[LayerCache],
+    held: Sequence[Any],
     prepared: Sequence[dict[Replay, Any]],
 ) -> tuple[Any, ...]:
     """Run one replay and return what each layer observes; None for layers that do not declare it."""
