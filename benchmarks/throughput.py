@@ -75,9 +75,31 @@ def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
     }
 
 
-def evenly(longest: int, count: int) -> list[int] | None:
-    """`count` lengths up to the longest, in multiples of 128; None for 6, which `Batch` has by default."""
-    return None if count == 6 else [-(-longest * part // (128 * count)) * 128 for part in range(1, count + 1)]
+def fitted(lengths: Sequence[int], count: int) -> list[int] | None:
+    """The `count` multiples of 128 that prompts of these lengths are padded to with the fewest tokens in all.
+
+    None for 6, which `Batch` has by default, in eighths of the longest.
+    """
+    if count == 6:
+        return None
+    rounded = -(-np.sort(lengths) // 128) * 128
+    sizes, repeats = np.unique(rounded, return_counts=True)
+    through = np.concatenate(([0], np.cumsum(repeats)))  # prompts of the first sizes
+    best: list[tuple[int, list[int]]] = [(0, [])]
+    for _ in range(min(count, len(sizes))):
+        best = [
+            min(
+                (
+                    best[before][0] + int(sizes[end - 1] * (through[end] - through[before])),
+                    [*best[before][1], int(sizes[end - 1])],
+                )
+                for before in range(min(end, len(best)))
+            )
+            if end
+            else (0, [])
+            for end in range(len(sizes) + 1)
+        ]
+    return best[-1][1]
 
 
 def main() -> None:
@@ -94,8 +116,9 @@ def main() -> None:
         "--read-sizes",
         type=int,
         default=6,
-        help="lengths that prompts are padded to: this many, evenly spaced; 6: as by default",
+        help="lengths that prompts are padded to: this many, chosen for the least padding; 6: as by default",
     )
+    parser.add_argument("--together", type=int, default=0, help="tokens of short prompts that are read together")
     parser.add_argument("--jobs", type=int, default=8, help="programs to compile at a time")
     parser.add_argument("--mesh")
     parser.add_argument("--peer", type=Path, help="JSON lines of other programs, which are added to the rows")
@@ -123,7 +146,8 @@ def main() -> None:
             prompt_len=longest,
             max_new_tokens=max(job.max_new_tokens for job in jobs),
             ends=1,
-            read_sizes=evenly(longest, args.read_sizes),
+            read_sizes=fitted([len(job.prompt) for job in jobs], args.read_sizes),
+            read_together=args.together,
             mesh=args.mesh,
         )
         start = time.perf_counter()
@@ -140,6 +164,7 @@ def main() -> None:
             "policy": policy,
             "rows": size,
             "read_sizes": args.read_sizes,
+            "read_together": args.together,
             "shape": args.shape,
             "layers": config.num_layers,
             **found,

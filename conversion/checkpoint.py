@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.config import ModelConfig
-from kvjax.models.params import Params, abstract, kind_of, name_of, quantized_shape
+from kvjax.models.params import Params, abstract, float_of, kind_of, name_of, quantized_shape
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .errors import CheckpointError, listed, told
@@ -128,7 +128,7 @@ class Checkpoint:
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
     def shapes(self, dtype: np.dtype, kinds: Kinds) -> dict[str, Any]:
-        """Shapes of all parameters in memory. Parameters that are not quantised have type `dtype`.
+        """Shapes of all parameters in memory. Parameters that are not quantised have type `dtype`, see `float_of`.
 
         Raises:
             CheckpointError: a matrix cannot be stored as the requested kind.
@@ -140,7 +140,7 @@ class Checkpoint:
         stored = self.tensors[tensor]
         if kind != "float" and stored.held_as(kind):
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct((stop - start, *x.shape[1:]), x.dtype), stored.kept)
-        floats = jax.ShapeDtypeStruct((stop - start, *stored.shape[1:]), dtype)
+        floats = jax.ShapeDtypeStruct((stop - start, *stored.shape[1:]), float_of(name, dtype))
         try:
             return quantized_shape(floats, "float" if kind == "as stored" else kind)
         except ValueError as error:
@@ -187,7 +187,7 @@ class Checkpoint:
 
         Args:
             parameter: dotted name.
-            dtype: type of the result where it is not quantised.
+            dtype: type of the model, for a result that is not quantised.
             kind: one of `KINDS`.
             rows: range of at least one row; None reads all rows.
             columns: range of the last axis (of the codes, if the matrix is quantised); None reads all columns. All
@@ -205,7 +205,7 @@ class Checkpoint:
                 if kind in FROM_FLOATS:
                     return _quantised(stored, start, stop, kind)
                 inner = stored.shape[1:] if columns is None else (columns.stop - columns.start,)
-                out = _aligned((stop - start, *inner), dtype)
+                out = _aligned((stop - start, *inner), np.dtype(float_of(parameter, dtype)))
                 stored.read(start, out, 0 if columns is None else columns.start)
         except CheckpointError:
             raise
@@ -306,14 +306,15 @@ def _joined(name: str, arrays: Mapping[str, StoredTensor], file: Path) -> Stored
         return assembled(held)
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
-        _dequantise(keep, start, out, column)
+        read_dequantised(keep, start, out, column)
 
     return StoredTensor(
         kept.shape, kept.kind, sum(array.nbytes for array in arrays.values()), arrays["levels"].file, read, kept, keep
     )
 
 
-def _dequantise(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray, column: int) -> None:
+def read_dequantised(keep: Callable[[int, int], QuantizedMatrix], start: int, out: np.ndarray, column: int) -> None:
+    """Fill `out` with rows of a quantised matrix, a few at a time. Arguments as for `StoredTensor`."""
     step = max(1, _QUANTISED // out.shape[1])
     for begin in range(0, len(out), step):
         end = min(begin + step, len(out))

@@ -64,6 +64,8 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "glm4": gguf.MODEL_ARCH.GLM4,
+    "glm4moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
 """Supported values of `general.architecture`. Files of Mistral models before Mistral Small 3 use "llama".
@@ -74,6 +76,8 @@ To add a family, add an entry here and in `hf_config.FAMILIES`. If it splits tex
 
 FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "gemma3": "gemma3_text",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
     "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -104,21 +108,32 @@ _NORMALISES = {
     "qwen3_next": True,
     "mixtral": True,
     "olmoe": False,
+    "gpt_oss": True,
 }
-"""Whether weights of a token's experts are divided by their sum. Files do not say, and llama.cpp has the same table."""
+"""Whether weights of a token's experts are divided by their sum. Files of these families do not say, and llama.cpp has the same
+table.
+"""
 
 _LOCAL_THETA = {"gemma3_text": 10000.0}
 """Default of `rope.freq_base_swa`, which is that of full attention in other families. llama.cpp has the same."""
 
+_UNROUNDED = frozenset({"gpt_oss"})
+"""Families whose YaRN does not round the bounds of its ramp. Files do not say, and llama.cpp rounds them in every family."""
+
 _EXPERT_TENSORS = {
-    "router": "ffn_gate_inp",
-    "gate_experts": "ffn_gate_exps",
-    "up_experts": "ffn_up_exps",
-    "down_experts": "ffn_down_exps",
-    "shared.gate": "ffn_gate_shexp",
-    "shared.up": "ffn_up_shexp",
-    "shared.down": "ffn_down_shexp",
-    "shared_gate": "ffn_gate_inp_shexp",
+    "router": "ffn_gate_inp.weight",
+    "router_bias": "ffn_gate_inp.bias",
+    "gate_experts_bias": "ffn_gate_exps.bias",
+    "up_experts_bias": "ffn_up_exps.bias",
+    "down_experts_bias": "ffn_down_exps.bias",
+    "choice_bias": "exp_probs_b.bias",
+    "gate_experts": "ffn_gate_exps.weight",
+    "up_experts": "ffn_up_exps.weight",
+    "down_experts": "ffn_down_exps.weight",
+    "shared.gate": "ffn_gate_shexp.weight",
+    "shared.up": "ffn_up_shexp.weight",
+    "shared.down": "ffn_down_shexp.weight",
+    "shared_gate": "ffn_gate_inp_shexp.weight",
 }
 """Tensors of a mixture of experts in a layer, by parameter."""
 
@@ -188,17 +203,25 @@ def open_gguf(path: Path) -> Checkpoint:
         )
     config = read_config(metadata, tensors, path)
     architecture = metadata["general.architecture"]
+    if predictors := _predictors(metadata, path):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(predictors)}
     return Checkpoint(
         source=path,
         format="gguf",
         config=config,
         tensors={name: _stored(files[name], tensor, config, architecture) for name, tensor in tensors.items()},
         layout_of=gguf_layout,
-        ignored=lambda name: name in _ROPE_TENSORS or _block(name) >= config.num_layers,
+        ignored=lambda name: name in _ROPE_TENSORS,
         tokenizer=functools.partial(
             read_tokenizer, metadata, eos=config.eos, bos=config.bos, source=path, vocab_size=config.vocab_size
         ),
     )
+
+
+def _predictors(metadata: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """Prefixes of the tensors of the last layers that predict tokens after the next one. They are no part of the model."""
+    fields = checked_under(_Metadata, metadata, f"{metadata['general.architecture']}.", path)
+    return tuple(f"blk.{i}." for i in range(fields.num_layers, fields.block_count))
 
 
 def find_gguf(directory: Path) -> Path | None:
@@ -374,9 +397,11 @@ def gguf_layout(config: ModelConfig) -> Layout:
             _, layer, _, own = parameters[0].split(".")
             grouped = own == "beta" and len(parameters) == 2
             return f"blk.{layer}.{'ssm_ba.weight' if grouped else _DELTA_TENSORS[own]}"
+        if name.endswith(".sinks"):
+            name += ".weight"
         layer, _, own = parameters[0].partition(".mlp.")
         if own in _EXPERT_TENSORS:
-            return f"blk.{layer.removeprefix('layers.')}.{_EXPERT_TENSORS[own]}.weight"
+            return f"blk.{layer.removeprefix('layers.')}.{_EXPERT_TENSORS[own]}"
         return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
 
     layout: dict[str, tuple[str, ...]] = {}
@@ -388,7 +413,7 @@ def gguf_layout(config: ModelConfig) -> Layout:
 
 
 def _block(name: str) -> int:
-    """Number of the layer that a tensor belongs to; -1 for other tensors. Layers that predict several tokens come last."""
+    """Number of the layer that a tensor belongs to; -1 for other tensors."""
     match = re.match(r"blk\.(\d{1,9})\.", name)
     return -1 if match is None else int(match[1])
 
@@ -400,11 +425,17 @@ class _Metadata(Strict):
     experts_used: Size | None = Field(None, alias="expert_used_count")
     expert_width: Size | None = Field(None, alias="expert_feed_forward_length")
     shared_width: Size | None = Field(None, alias="expert_shared_feed_forward_length")
+    shared_count: int = Field(0, alias="expert_shared_count", ge=0, lt=2**16)
+    experts_scale: Positive = Field(1.0, alias="expert_weights_scale")
+    experts_normalized: bool = Field(False, alias="expert_weights_norm")
+    expert_groups: Size = Field(1, alias="expert_group_count")
+    expert_groups_used: Size = Field(1, alias="expert_group_used_count")
+    gating: int | None = Field(None, alias="expert_gating_func")
     embedding_length: Size
     block_count: Layers
+    predictors: int = Field(0, alias="nextn_predict_layers", ge=0)
     feed_forward_length: Size | None = None
     context_length: Size
-    more_layers: int = Field(0, alias="nextn_predict_layers", ge=0, lt=2**16)
     attention_every: Size | None = Field(None, alias="full_attention_interval")
     recurrent: list[bool] | None = Field(None, alias="attention.recurrent_layers")
     delta_conv: Size | None = Field(None, alias="ssm.conv_kernel")
@@ -436,6 +467,11 @@ class _Metadata(Strict):
     query_growth: float = Field(0.0, alias="attention.temperature_scale", ge=0)
     beta_fast: Positive = Field(32.0, alias="rope.scaling.yarn_beta_fast")
     beta_slow: Positive = Field(1.0, alias="rope.scaling.yarn_beta_slow")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers without those at the end that predict tokens after the next one."""
+        return max(self.block_count - self.predictors, 1)
 
 
 class _Tokens(Strict):
@@ -513,8 +549,8 @@ def _layers(
     """Derive the layers."""
     family = FAMILIES[family_name]
     recurrent = _recurrent(fields, family, path)
-    width = fields.feed_forward_length or fields.expert_width
-    if width is None:
+    dense = fields.feed_forward_length or fields.expert_width
+    if dense is None:
         raise CheckpointError(f"{path}: neither feed_forward_length nor expert_feed_forward_length is there")
     head_dim = fields.head_dim or fields.embedding_length // fields.num_heads
     dim = fields.rope_dim or head_dim
@@ -524,6 +560,8 @@ def _layers(
         interleaved=family.interleaved,
         scaling=_scaling(fields, tensors, dim, path),
     )
+    if isinstance(rope.scaling, Yarn) and family_name in _UNROUNDED:
+        rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, truncate=False))
     mixer = AttentionConfig(
         num_heads=fields.num_heads,
         num_kv_heads=fields.num_kv_heads or fields.num_heads,
@@ -531,18 +569,19 @@ def _layers(
         rope=rope,
         qkv_bias=f"blk.{recurrent.index(False)}.attn_q.bias" in tensors,
         output_bias=f"blk.{recurrent.index(False)}.attn_output.bias" in tensors,
-        qk_norm=family.qk_norm,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors if family.qk_norm is None else family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
         gated=family.gated,
+        sinks=family.sinks,
     )
-    if family.query_scalar is not None and fields.block_count == _SCALE_OF_WIDE:
+    if family.query_scalar is not None and fields.num_layers == _SCALE_OF_WIDE:
         mixer = dataclasses.replace(mixer, scale=(fields.embedding_length / fields.num_heads) ** -0.5)
     if family.grows_queries and fields.query_growth:
         period = fields.original_window or fields.context_length
         mixer = dataclasses.replace(mixer, query_growth=_decimal(fields.query_growth), query_period=period)
     if family.multipliers and fields.attention_scale is not None:
         mixer = dataclasses.replace(mixer, scale=_decimal(fields.attention_scale))
-    mlp = MLPConfig(width, "blk.0.ffn_down.bias" in tensors, family.activation)
+    mlp = MLPConfig(dense, "blk.0.ffn_down.bias" in tensors, family.activation)
     local = rope
     if family.local_theta is not None:  # scaling is for full attention only
         theta = fields.local_theta or _LOCAL_THETA.get(family_name, fields.theta)
@@ -550,15 +589,28 @@ def _layers(
 
     moe = None
     if fields.expert_count:
+        width = fields.expert_width or dense
         moe = MoEConfig(
             experts=fields.expert_count,
             per_token=fields.experts_used or 1,
-            width=fields.expert_width or width,
-            normalized=_NORMALISES[family_name],
-            shared=fields.shared_width or width if family.shared_experts else None,
+            width=width,
+            normalized=_NORMALISES.get(family_name, fields.experts_normalized),
+            shared=fields.shared_width or dense if family.shared_experts else None,
             shared_gate=family.shared_experts,
             activation=family.activation,
+            bias="blk.0.ffn_gate_inp.bias" in tensors,
         )
+        if family.sigmoid_router:
+            if fields.gating not in (None, gguf.ExpertGatingFuncType.SIGMOID):
+                raise CheckpointError(f"{path}: expert_gating_func is {fields.gating}; supported is 2, a sigmoid")
+            moe = dataclasses.replace(
+                moe,
+                shared=fields.shared_count * width or None,
+                router="sigmoid",
+                groups=fields.expert_groups,
+                groups_per_token=fields.expert_groups_used,
+                output_scale=_decimal(fields.experts_scale),
+            )
 
     if moe is not None and not any(name.endswith("ffn_gate_inp.weight") for name in tensors):
         raise CheckpointError(
@@ -576,18 +628,14 @@ def _layers(
         )
         return made.unrotated if family.unrotated_every and (i + 1) % family.unrotated_every == 0 else made
 
-    return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)[: len(recurrent)]))
+    return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)))
 
 
 def _recurrent(fields: _Metadata, family: Family, path: Path) -> list[bool]:
-    """Whether each layer is recurrent. Layers that predict several tokens are left out."""
-    count = fields.block_count - fields.more_layers
-    if count < 1:
-        raise CheckpointError(
-            f"{path}: nextn_predict_layers is {fields.more_layers}, but block_count is only {fields.block_count}"
-        )
+    """Whether each layer is recurrent."""
+    count = fields.num_layers
     if family.recurrent_other_than is None:
-        return [False] * fields.block_count
+        return [False] * count
     every = fields.attention_every or family.recurrent_other_than
     found = [(i + 1) % every != 0 for i in range(count)] if fields.recurrent is None else fields.recurrent[:count]
     if len(found) != count or all(found):
@@ -613,17 +661,17 @@ def _windows(fields: _Metadata, family: Family, path: Path) -> list[int | None]:
     """Window of each layer."""
     window, pattern = fields.window or None, fields.window_pattern
     if family.windows == "all":
-        return [window] * fields.block_count
+        return [window] * fields.num_layers
     if family.windows != "pattern":
-        return [None] * fields.block_count
+        return [None] * fields.num_layers
     if isinstance(pattern, list):
-        if len(pattern) != fields.block_count:
+        if len(pattern) != fields.num_layers:
             raise CheckpointError(
-                f"{path}: attention.sliding_window_pattern has {len(pattern)} entries for {fields.block_count} layers; it "
+                f"{path}: attention.sliding_window_pattern has {len(pattern)} entries for {fields.num_layers} layers; it "
                 "should have one for each"
             )
         return [window if has_window else None for has_window in pattern]
-    return [window if (i + 1) % (pattern or family.window_every) else None for i in range(fields.block_count)]
+    return [window if (i + 1) % (pattern or family.window_every) else None for i in range(fields.num_layers)]
 
 
 def _scaling(fields: _Metadata, tensors: Mapping[str, gguf.ReaderTensor], dim: int, path: Path) -> RopeScaling | None:
@@ -741,6 +789,14 @@ def _tiled(mixer: DeltaNetConfig, size: int) -> np.ndarray:
     return rows.swapaxes(0, 1).ravel()
 
 
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    """Shape that the layout expects. Matrices and biases of experts are one below the other."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    if len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
+    return (math.prod(shape),) if tensor.name.endswith("_exps.bias") else shape
+
+
 def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, architecture: str) -> StoredTensor:
     """Describe one tensor as a `StoredTensor`; see its attributes `read` and `keep`.
 
@@ -758,9 +814,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, architec
         raise CheckpointError(
             f"{path}: tensor {tensor.name} has type {kind.name}; supported are {', '.join(QUANTISATIONS)}"
         )
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    if len(shape) == 3:  # experts, one below the other
-        shape = shape[0] * shape[1], shape[2]
+    shape = _shape(tensor)
     offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     bytes_shape = shape[0], nbytes // shape[0]
     elements_per_block, bytes_per_block = (

@@ -27,6 +27,7 @@ from kvjax.config import (
     Yarn,
 )
 from kvjax.config.model import Activation, Norms
+from kvjax.pallas_kernels.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 from .errors import CheckpointError, listed, shortened
 from .refused import why
@@ -37,6 +38,9 @@ OWN_METHOD = "kvjax"
 
 OWN_MATRICES = "quantized_matrices"
 """Field of a config.json that lists the arrays of each quantised matrix that kvjax wrote."""
+
+MXFP4 = "mxfp4"
+"""Name of the quantisation of gpt-oss's experts, which `experts` reads."""
 
 PACKED = ("gptq", "awq", "compressed-tensors")
 """Names of other libraries' quantisations that can be read, see `packed`."""
@@ -50,12 +54,17 @@ class ExpertNames:
         prefix: name of the mixture. The other names are below it.
         matrices: names of an expert's gate, up and down projections, below ``experts.{number}``.
         shared, shared_gate: names of the shared MLP and of the projection that weights it.
+        router: name of the router.
+        transposed: whether tensors of all experts are [E, in, out], and rows of gate and up projection alternate in them.
+            Checkpoints are then written with such tensors.
     """
 
     prefix: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    router: str = "gate"
+    transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Family:
         default_bias: default of `attention_bias`.
         output_bias: whether `attention_bias` also adds a bias to the output projection.
         mlp_bias: whether `mlp_bias` is read.
-        qk_norm, joint_qk_norm: as in `AttentionConfig`.
+        qk_norm, joint_qk_norm: as in `AttentionConfig`. `use_qk_norm` decides if `qk_norm` is None.
         norms: as in `LayerConfig`.
         norm_names: names of a layer's norms in the checkpoint: before and after attention, before and after the MLP. Those
             of norms that layers lack are empty.
@@ -103,7 +112,10 @@ class Family:
         shared_experts: whether experts have a shared MLP beside them, with a gate.
         dense_layers: whether `decoder_sparse_step` and `mlp_only_layers` give layers a dense MLP. The width of experts is
             then `moe_intermediate_size`, and otherwise `intermediate_size`.
+        sigmoid_router: whether experts are described as DeepSeek-V3's: `first_k_dense_replace` layers have a dense MLP, the
+            router is a sigmoid with groups of experts, and the shared MLP is `n_shared_experts` times as wide as an expert.
         defaults: values of other fields that a config.json may leave out.
+        sinks: as in `AttentionConfig`.
         grows_queries: whether `llama_4_scaling_beta` is read, as `query_growth` of `AttentionConfig`. Its period is the
             original window of the rotary embedding.
         bos, eos: defaults of `bos_token_id` and `eos_token_id`, used if the vocabulary contains them.
@@ -120,7 +132,7 @@ class Family:
     default_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     joint_qk_norm: bool = False
     norms: Norms = "pre"
     norm_names: tuple[str, str, str, str] = (
@@ -147,6 +159,8 @@ class Family:
     normalized: bool | None = None
     shared_experts: bool = False
     dense_layers: bool = False
+    sigmoid_router: bool = False
+    sinks: bool = False
     grows_queries: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
     bos: int | None = None
@@ -374,6 +388,50 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm": _GLM,
     "glm4": dataclasses.replace(_GLM, architecture="Glm4ForCausalLM", norms="both"),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        partial_rotary=0.5,
+        qkv_bias=None,
+        qk_norm=None,
+        experts=ExpertNames(shared="shared_experts"),
+        sigmoid_router=True,
+        defaults=(("n_routed_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 1408)),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=64,
+        qkv_bias=None,
+        default_bias=True,
+        output_bias=True,
+        norm_offset=0.0,
+        activation="clamped_swiglu",
+        windows="pattern",
+        window=128,
+        window_every=2,
+        experts=ExpertNames(router="router", transposed=True),
+        normalized=True,
+        sinks=True,
+        defaults=(
+            ("num_local_experts", 128),
+            ("num_experts_per_tok", 4),
+            ("rope_theta", 150000.0),
+            (
+                "rope_parameters",
+                {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            ),
+        ),
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         num_kv_heads=4,
@@ -431,6 +489,7 @@ Qwen3-VL rotates channels by three positions, which are equal in text.
 _ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
+    "clamped_swiglu": ("silu",),
 }
 """Names of activations in a config.json. The first one is written."""
 
@@ -535,6 +594,15 @@ class _Config(Strict):
     shared_expert_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Size | None = None
+    swiglu_alpha: Positive = SWIGLU_ALPHA
+    swiglu_limit: Positive = SWIGLU_LIMIT
+    use_qk_norm: bool | None = None
+    n_routed_experts: Size | None = None
+    n_shared_experts: Annotated[int, Field(ge=0)] = 1
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
+    n_group: Size = 1
+    topk_group: Size = 1
+    routed_scaling_factor: Positive = 1.0
     mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
     bos_token_id: Ids | None = None
     eos_token_id: Ids | None = None
@@ -664,11 +732,12 @@ def _kinds(
             scale=float(held.attention_multiplier) if family.multipliers else scalar and scalar**-0.5,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias and family.output_bias,
-            qk_norm=family.qk_norm,
+            qk_norm=bool(held.use_qk_norm) if family.qk_norm is None else family.qk_norm,
             joint_qk_norm=family.joint_qk_norm,
             query_growth=growth,
             query_period=period,
             gated=family.gated,
+            sinks=family.sinks,
         )
         found[window] = LayerConfig(mixer, mlp, family.norms)
     return found
@@ -678,6 +747,10 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
     """Layers with experts where the model has them, instead of the dense MLP."""
     if family.experts is None:
         return tuple(layers)
+    if family.sigmoid_router:
+        moe = _sigmoid_experts(held, family)
+        dense = held.first_k_dense_replace
+        return *layers[:dense], *(dataclasses.replace(layer, mlp=moe) for layer in layers[dense:])
     moe = MoEConfig(
         # Of files with both names, transformers 5 writes the first for Qwen, too.
         experts=_first(held.num_local_experts, held.num_experts),
@@ -687,6 +760,7 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
         shared=held.shared_expert_intermediate_size if family.shared_experts else None,
         shared_gate=family.shared_experts,
         activation=family.activation,
+        bias=family.experts.transposed,
     )
     if not family.dense_layers:
         return tuple(dataclasses.replace(layer, mlp=moe) for layer in layers)
@@ -729,6 +803,22 @@ def _delta_nets_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     return fields | {"layer_types": kinds}
 
 
+def _sigmoid_experts(held: _Config, family: Family) -> MoEConfig:
+    width = held.moe_intermediate_size or held.intermediate_size
+    return MoEConfig(
+        experts=_first(held.n_routed_experts, held.num_local_experts),
+        per_token=held.num_experts_per_tok or 1,
+        width=width,
+        normalized=_or(held.norm_topk_prob, True),
+        shared=held.n_shared_experts * width or None,
+        activation=family.activation,
+        router="sigmoid",
+        groups=held.n_group,
+        groups_per_token=held.topk_group,
+        output_scale=float(held.routed_scaling_factor),
+    )
+
+
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """Write a `config.json` that transformers and `from_hf` both read as this model.
 
@@ -763,13 +853,17 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     fields |= _ropes_to_hf(config, family)
     if family.grows_queries:
         fields["rope_parameters"] = _rope_and_growth(config, fields.pop("rope_theta"), fields.pop("rope_scaling", None))
+    elif "rope_parameters" in dict(family.defaults) and "rope_scaling" not in fields:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
     if family.qkv_bias is None:
         fields["attention_bias"] = config.qkv_bias
     if family.mlp_bias:
         fields["mlp_bias"] = config.mlp_bias
+    if family.qk_norm is None:
+        fields["use_qk_norm"] = config.qk_norm
     if family.experts is not None:
         fields |= _experts_to_hf(config, family)
-    if family.activation != "silu":
+    if family.activation == "gelu_tanh":
         fields["hidden_activation"] = fields.pop("hidden_act")
     if family.query_scalar is not None:
         fields["query_pre_attn_scalar"] = _whole(config.attention_kinds[0].logit_scale ** -2)
@@ -810,6 +904,11 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
             raise CheckpointError(
                 f"{source}: {name} is {getattr(config, name)!r}; supported are {' and '.join(allowed)}"
             )
+    limits = config.swiglu_alpha, config.swiglu_limit
+    if family.activation == "clamped_swiglu" and limits != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+        raise CheckpointError(
+            f"{source}: swiglu_alpha and swiglu_limit are {limits[0]} and {limits[1]}; supported are {SWIGLU_ALPHA} and {SWIGLU_LIMIT}"
+        )
     if config.attn_logit_softcapping is not None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
     if config.clip_qkv is not None:
@@ -820,7 +919,7 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
     if config.quantization_config:
         method = config.quantization_config.get("quant_method", "an unnamed method")
-        if method in (OWN_METHOD, *PACKED):
+        if method in (OWN_METHOD, *PACKED) or (method == MXFP4 and family.experts and family.experts.transposed):
             return
         raise CheckpointError(
             f"{source}: weights are quantised with {shortened(method)}; only {', '.join(PACKED)} are supported. "
@@ -966,6 +1065,18 @@ def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     moe = next((kind.mlp for kind in config.kinds if isinstance(kind.mlp, MoEConfig)), None)
     if moe is None:
         raise CheckpointError(f"a {config.family} config.json cannot express a model without experts")
+    if family.sigmoid_router:
+        return {
+            "n_routed_experts": moe.experts,
+            "num_experts_per_tok": moe.per_token,
+            "moe_intermediate_size": moe.width,
+            "n_shared_experts": (moe.shared or 0) // moe.width,
+            "first_k_dense_replace": sum(isinstance(layer.mlp, MLPConfig) for layer in config.layers),
+            "norm_topk_prob": moe.normalized,
+            "n_group": moe.groups,
+            "topk_group": moe.groups_per_token,
+            "routed_scaling_factor": moe.output_scale,
+        }
     if family.normalized is not None and not family.dense_layers:
         return {"num_local_experts": moe.experts, "num_experts_per_tok": moe.per_token}
     fields = {

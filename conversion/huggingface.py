@@ -24,7 +24,7 @@ from .quantised import FIELDS, matrices
 from .schema import Strict, checked
 from .text_files import present, read_json, unique
 from .tokenizer import Tokenizer
-from .variants import HEAD, prefixed, with_head
+from .variants import HEAD, prefixed, with_head, without_predictors
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled checkpoints. Unpickling can run code, so they are refused."""
@@ -56,7 +56,9 @@ def checkpoint_of(
     """
     source = path / "config.json"
     fields = read_json(source)
-    tensors = unpacked(prefixed(tensors), fields.get("quantization_config"), source, lambda: hf_layout(config))
+    tensors = unpacked(
+        without_predictors(prefixed(tensors)), fields.get("quantization_config"), source, lambda: hf_layout(config)
+    )
     joined = join(tensors, path)
     if (own := checked(_Own, fields, source).matrices) is not None:
         _check_arrays(source, tensors, own)

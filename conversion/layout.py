@@ -54,6 +54,8 @@ def _attention(family: Family, mixer: AttentionConfig) -> dict[str, tuple[str, .
         block["self_attn.o_proj.bias"] = ("attn.o_bias",)
     if mixer.qk_norm:
         block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
+    if mixer.sinks:
+        block["self_attn.sinks"] = ("attn.sinks",)
     return block
 
 
@@ -96,11 +98,17 @@ def _experts(family: Family, mlp: MoEConfig) -> dict[str, tuple[str, ...]]:
     """Layout of experts, which `kvjax.conversion.experts` stacks."""
     names = family.experts
     assert names is not None
-    block: dict[str, tuple[str, ...]] = {f"{names.prefix}.gate.weight": ("mlp.router",)}
+    block: dict[str, tuple[str, ...]] = {f"{names.prefix}.{names.router}.weight": ("mlp.router",)}
+    if mlp.bias:
+        block[f"{names.prefix}.{names.router}.bias"] = ("mlp.router_bias",)
     for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True):
         block[f"{names.prefix}.experts.{theirs}.weight"] = (f"mlp.{ours}_experts",)
+        if mlp.bias:
+            block[f"{names.prefix}.experts.{theirs}.bias"] = (f"mlp.{ours}_experts_bias",)
         if mlp.shared:
             block[f"{names.prefix}.{names.shared}.{ours}_proj.weight"] = (f"mlp.shared.{ours}",)
+    if mlp.router == "sigmoid":
+        block[f"{names.prefix}.gate.e_score_correction_bias"] = ("mlp.choice_bias",)
     if mlp.shared_gate:
         block[f"{names.prefix}.{names.shared_gate}.weight"] = ("mlp.shared_gate",)
     return block

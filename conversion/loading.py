@@ -52,7 +52,8 @@ def load(
             "int8" is symmetric, with one scale per output.
             "int4" has groups of 32 inputs with a scale and a minimum. A matrix that the file stores in 4 bits keeps its codes.
             "as stored" keeps codes in 8 or 4 bits without loss. This covers GGUF blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
-            Q2_K to Q6_K, IQ4_NL, IQ4_XS), GPTQ, AWQ, compressed-tensors, and checkpoints that `convert` wrote.
+            Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4), MXFP4 of gpt-oss, GPTQ, AWQ, compressed-tensors, and checkpoints that
+            `convert` wrote.
             None means "float" for a GGUF file and "as stored" otherwise.
         embedding: the same for embedding and head. The default is "as stored" if `weights` is, and "float" otherwise.
         tokenizer: replaces the checkpoint's tokenizer: a directory with a ``tokenizer.json``, a GGUF file, a hub id, or

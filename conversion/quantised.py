@@ -84,6 +84,17 @@ def from_codes(bits: int, codes: np.ndarray, scale: np.ndarray, zeros: np.ndarra
     return _grouped(levels, scale, (np.ascontiguousarray(zeros) ^ np.uint8(128)).view(np.int8), None, -scale)
 
 
+def mxfp4(blocks: np.ndarray, scale: np.ndarray) -> GroupedMatrix:
+    """Build a matrix from blocks of MXFP4, without loss.
+
+    Args:
+        blocks: uint8, [rows, groups, 16], two neighbouring inputs in a byte, the first in its low half.
+        scale: exponents, uint8, [rows, groups].
+    """
+    codes = np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(*blocks.shape[:2], -1)
+    return _grouped(codes, np.ascontiguousarray(scale))
+
+
 @functools.lru_cache(maxsize=256)
 def blocks_shape(kind: str, outputs: int, inputs: int) -> Any:
     """Shapes of `from_blocks` for a whole tensor."""
@@ -138,7 +149,8 @@ def assembled(arrays: Mapping[str, Any]) -> QuantizedMatrix:
                 whole = len(unit) == 2 and unit[0] == levels[0] and unit[1] and not operator.mod(levels[2], unit[1])
                 fits &= bool(whole) and types.get(field) in _UNITS and types[f"{field}_unit"] in _SCALES
             elif field in types:
-                fits &= types[field] in _SCALES
+                exponents = field == "scale" and types["levels"] == types[field] == "uint8" and "minimum" not in types
+                fits &= types[field] in _SCALES or exponents
         if fits:
             return GroupedMatrix(**arrays)
     told = ", ".join(f"{field} {types[field]}{list(shape)}" for field, shape in shapes.items())
@@ -211,6 +223,10 @@ def _iq4_xs(blocks: np.ndarray) -> GroupedMatrix:
     return _grouped(levels.reshape(len(blocks), -1, 32), scale.reshape(len(blocks), -1), None, _half(blocks, 0))
 
 
+def _mxfp4(blocks: np.ndarray) -> GroupedMatrix:
+    return _grouped(_nibbles(blocks[..., 1:]), np.ascontiguousarray(blocks[..., 0]))
+
+
 def _q4_k(blocks: np.ndarray) -> GroupedMatrix:
     levels = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).reshape(len(blocks), -1, 32)
     return _grouped(levels, *_k_scales(blocks))
@@ -269,5 +285,6 @@ BLOCKS: Mapping[str, Callable[[np.ndarray], GroupedMatrix]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 """GGUF block types that are repacked without loss, with their functions."""

@@ -32,10 +32,6 @@ REFUSED: Mapping[str, str] = {
     "nemotron_h": _HYBRID,
     "falcon_h1": _HYBRID,
     "falcon-h1": _HYBRID,
-    "gpt_oss": "attention sinks are not implemented",
-    "gpt-oss": "attention sinks are not implemented",
-    "glm4_moe": "sigmoid routers are not implemented",
-    "glm4moe": "sigmoid routers are not implemented",
 }
 """Reasons by `model_type` of a config.json, and by `general.architecture` of a GGUF file."""
 

@@ -56,6 +56,14 @@ def _text_name(name: str) -> str:
     return name
 
 
+def without_predictors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Drop layers that predict tokens after the next one, which are stored after the model's own and have a projection `eh_proj`."""
+    further = tuple(name.removesuffix("eh_proj.weight") for name in tensors if name.endswith(".eh_proj.weight"))
+    return (
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(further)} if further else dict(tensors)
+    )
+
+
 def with_head(
     config: ModelConfig, tensors: Mapping[str, StoredTensor], source: Path, *, compare: bool = True
 ) -> tuple[ModelConfig, dict[str, StoredTensor]]:

@@ -19,7 +19,7 @@ from kvjax.pallas_kernels import QuantizedMatrix
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
 from .delta_nets import as_stored, is_regrouped, stored_shape
 from .errors import CheckpointError, listed
-from .experts import expert_name, experts_of
+from .experts import expert_name, experts_of, merge, merged
 from .hf_config import OWN_MATRICES, OWN_METHOD, to_hf
 from .huggingface import INDEX
 from .layout import hf_layout
@@ -188,11 +188,18 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
     config = held.checkpoint.config
     layout = hf_layout(config)
     tensors: dict[str, tuple[str, str, slice]] = {}
+    together: dict[str, tuple[str, ...]] = {}  # of experts that are merged
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for of, parameters in layout.items():
         for part in parts("", held.shapes[parameters[0]]):
             whole, count = _stacked(of, part, [held.shapes[p] for p in parameters]), experts_of(config, of)
             size = whole.shape[0] // max(count, 1)
+            if not part and (found := merged(config, of)) is not None:
+                name, together[name] = found
+                tensors[name] = of, part, slice(None)
+                wide = (len(together[name]) * size, *whole.shape[1:])
+                shapes[name] = jax.ShapeDtypeStruct((max(count, 1), *reversed(wide)), whole.dtype)
+                continue
             for i in range(max(count, 1)):
                 name = (expert_name(of, i) if count else of) + part
                 tensors[name] = of, part, slice(i * size, (i + 1) * size)
@@ -216,6 +223,11 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
             stream.write(_header({tensor: shapes[tensor] for tensor in names}))
             for tensor in names:
                 of, part, rows = tensors[tensor]
+                if tensor in together:
+                    whole = merge(shapes[tensor].shape[0], [held.read(layout[x][0], part) for x in together[tensor]])
+                    stream.write(whole.view(np.uint8).data)
+                    meter.advance(whole.nbytes)
+                    continue
                 arrays_of = (held.read(parameter, part) for parameter in layout[of])
                 if is_regrouped(config, of):
                     arrays_of = [as_stored(config, of, np.concatenate(list(arrays_of)))]

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 from kvjax.cache import Shard
 from kvjax.config import MoEConfig
 from kvjax.pallas_kernels import expert_mlp, projection
+from kvjax.pallas_kernels.experts.tiles import Biases
 
-from .layer import Layer
+from .layer import Layer, biased
 from .mlp import hidden_units
 from .params import Experts
 from .residual import add_summed
@@ -31,18 +32,50 @@ def add_experts(layer: Layer, p: Experts, x: Float[Array, "... D"], shard: Shard
     return add_summed(layer, x, out.reshape(x.shape), None, layer.params.mlp_post_norm, shard)
 
 
-def route(config: MoEConfig, router: Float[Array, "E D"], x: Float[Array, "R D"]) -> tuple[Array, Array]:
-    """Experts of each token [R, k], and the weights of their outputs [R, k] in float32. Ties go to the first expert."""
-    (logits,) = projection(x, router)
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), config.per_token)
+def route(
+    config: MoEConfig,
+    router: Float[Array, "E D"],
+    x: Float[Array, "R D"],
+    choice_bias: Float[Array, " E"] | None = None,
+    bias: Float[Array, " E"] | None = None,
+) -> tuple[Array, Array]:
+    """Experts of each token [R, k], and the weights of their outputs [R, k] in float32. Ties go to the first expert.
+
+    Logits of a softmax router, and the weights, have the type of `x`. Those of a sigmoid router are in float32.
+    """
+    if config.router == "sigmoid":
+        weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], bias))
+    else:
+        weights = jax.nn.softmax(biased(projection(x, router)[0], bias).astype(jnp.float32), axis=-1)
+    choice = weights if choice_bias is None else weights + jnp.broadcast_to(choice_bias, weights.shape)
+    _, experts = jax.lax.top_k(_in_best_groups(config, choice), config.per_token)
+    weights = jnp.take_along_axis(weights, experts, axis=-1)
     if config.normalized:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return experts.astype(jnp.int32), weights.astype(x.dtype).astype(jnp.float32)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    weights = weights if config.output_scale == 1.0 else weights * config.output_scale
+    kept = weights if config.router == "sigmoid" else weights.astype(x.dtype).astype(jnp.float32)
+    return experts.astype(jnp.int32), kept
+
+
+def _in_best_groups(config: MoEConfig, choice: Float[Array, "R E"]) -> Float[Array, "R E"]:
+    """Weights that experts are chosen by, -inf outside of the groups with the highest sums of two weights."""
+    if config.groups == config.groups_per_token:
+        return choice
+    grouped = choice.reshape(len(choice), config.groups, -1)
+    sums = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    _, best = jax.lax.top_k(sums, config.groups_per_token)
+    inside = jnp.any(best[:, :, None] == jnp.arange(config.groups, dtype=best.dtype), axis=1)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
 def routed(config: MoEConfig, p: Experts, x: Float[Array, "R D"], shard: Shard) -> Float[Array, "R D"]:
     """Weighted sum of the outputs of each token's experts in float32; over a mesh, of the experts of this device."""
-    experts, weights = route(config, p.router, x)
+    experts, weights = route(config, p.router, x, p.choice_bias, p.router_bias)
+    biases = None
+    if p.gate_experts_bias is not None:
+        assert p.up_experts_bias is not None
+        assert p.down_experts_bias is not None
+        biases = Biases(p.gate_experts_bias, p.up_experts_bias, p.down_experts_bias)
     local = p.gate_experts.shape[0] // config.width
     return expert_mlp(
         x,
@@ -51,6 +84,7 @@ def routed(config: MoEConfig, p: Experts, x: Float[Array, "R D"], shard: Shard) 
         p.gate_experts,
         p.up_experts,
         p.down_experts,
+        biases,
         activation=config.activation,
         total=None if shard.model == 1 else config.experts,
     )

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Shard
 from kvjax.pallas_kernels import Norm, gated_projection, projection
-from kvjax.pallas_kernels.activations import ACTIVATIONS
+from kvjax.pallas_kernels.activations import gated
 
 from .layer import Layer, biased
 from .params import MLP
@@ -23,4 +23,4 @@ def hidden_units(p: MLP, x: Float[Array, "... D"], activation: str, norm: Norm |
     if p.gate_bias is None and p.up_bias is None and activation == "silu":
         return gated_projection(x, p.gate, p.up, norm=norm)
     gate, up = projection(x, p.gate, p.up, norm=norm)
-    return ACTIVATIONS[activation](biased(gate, p.gate_bias)) * biased(up, p.up_bias)
+    return gated(activation, biased(gate, p.gate_bias), biased(up, p.up_bias))

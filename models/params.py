@@ -30,6 +30,14 @@ PROJECTIONS = frozenset({"q", "k", "v", "z", "o", "gate", "up", "down"}) | EXPER
 TABLES = frozenset({"embed", "head"})
 """Matrices with one row per token of the vocabulary."""
 
+ALWAYS_FLOAT32 = frozenset({"choice_bias"})
+"""Parameters that stay in float32 whatever the type of the model, by the last part of their names. Differences between biases
+of experts are too small for 16 bits.
+"""
+
+_DEVIATION_OF_E2M1 = 2.926
+"""Standard deviation of 4-bit floats with random codes."""
+
 GROUP = 32
 """Inputs that share a scale and a minimum when floats are quantised to 4 bits."""
 
@@ -39,7 +47,9 @@ class Attention:
     """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim.
 
     In a gated layer, q is [2NH, D], and its rows are [query, gate] of each head.
-    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together.
+    `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together. `sinks` are the logits of the query
+    heads' attention sinks. `qkv` is q, k and v one below the other, where a program has made it
+    (`kvjax.models.attention.joined`). Stored parameters never have it.
     """
 
     q: Matrix
@@ -52,6 +62,8 @@ class Attention:
     o_bias: Float[Array, " D"] | None = None
     q_norm: Float[Array, " _"] | None = None
     k_norm: Float[Array, " _"] | None = None
+    sinks: Float[Array, " N"] | None = None
+    qkv: Float[Array, "_ D"] | None = None
 
 
 @flax.struct.dataclass
@@ -94,7 +106,8 @@ class Experts:
     """Mixture of experts: each expert is a gated MLP. D model dim, E experts, F hidden dim of an expert.
 
     Matrices of expert e are rows e·F to (e+1)·F of `gate_experts` and `up_experts` [EF, D], and rows e·D to (e+1)·D of
-    `down_experts` [ED, F]. `router` is [E, D], and `shared_gate` [1, D].
+    `down_experts` [ED, F]. `router` is [E, D], and `shared_gate` [1, D]. `choice_bias` is in float32.
+    Biases of the experts' projections are stacked as their rows are.
     """
 
     router: Float[Array, "E D"]
@@ -103,6 +116,11 @@ class Experts:
     down_experts: Matrix
     shared: MLP | None = None
     shared_gate: Float[Array, "1 D"] | None = None
+    choice_bias: Float[Array, " E"] | None = None
+    router_bias: Float[Array, " E"] | None = None
+    gate_experts_bias: Float[Array, " EF"] | None = None
+    up_experts_bias: Float[Array, " EF"] | None = None
+    down_experts_bias: Float[Array, " ED"] | None = None
 
 
 @flax.struct.dataclass
@@ -115,6 +133,11 @@ class Block:
     mlp: MLP | Experts
     attn_post_norm: Float[Array, " D"] | None = None
     mlp_post_norm: Float[Array, " D"] | None = None
+
+    @property
+    def sinks(self) -> Float[Array, " N"] | None:
+        """Logits of the attention sinks of the layer's query heads, if it has any."""
+        return self.attn.sinks if isinstance(self.attn, Attention) else None
 
 
 @flax.struct.dataclass
@@ -214,12 +237,16 @@ def abstract(
 
     Args:
         config: the model's configuration.
-        dtype: type of parameters that are not quantised.
+        dtype: type of parameters that are not quantised, except for `ALWAYS_FLOAT32`.
         tokenizer: tokenizer to attach.
-        weights: kind of the layers' matrices: "float", "int8" or "int4".
+        weights: kind of the layers' matrices: "float", "int8", "int4", or "mxfp4" for experts beside floats.
         embedding: kind of embedding and head.
     """
     c = config
+    if weights == "mxfp4" and not any(isinstance(kind.mlp, MoEConfig) for kind in c.kinds):
+        raise ValueError(
+            f"weights='mxfp4' is for experts, which this {c.family} model does not have; give float, int8 or int4"
+        )
     array = functools.partial(_struct, dtype=dtype)
     kinds = {kind: _abstract_block(kind, c.hidden_size, dtype) for kind in c.kinds}
     shapes = Params(
@@ -231,6 +258,11 @@ def abstract(
         tokenizer=tokenizer,
     )
     return tree_map_named(lambda name, leaf: quantized_shape(leaf, kind_of(name, weights, embedding)), shapes)
+
+
+def float_of(name: str, dtype: Any) -> Any:
+    """Type of a parameter that is not quantised, in a model of type `dtype`."""
+    return jnp.dtype(jnp.float32) if name.rpartition(".")[-1] in ALWAYS_FLOAT32 else dtype
 
 
 def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
@@ -271,6 +303,7 @@ def _abstract_attention(a: AttentionConfig, width: int, dtype: Any) -> Attention
         o_bias=optional(a.output_bias, width),
         q_norm=optional(a.qk_norm, queries if a.joint_qk_norm else a.head_dim),
         k_norm=optional(a.qk_norm, keys if a.joint_qk_norm else a.head_dim),
+        sinks=optional(a.sinks, a.num_heads),
     )
 
 
@@ -314,24 +347,38 @@ def _abstract_experts(config: MoEConfig, width: int, dtype: Any) -> Experts:
         down_experts=array(config.experts * width, config.width),
         shared=None if config.shared is None else _abstract_mlp(MLPConfig(config.shared), width, dtype),
         shared_gate=array(1, width) if config.shared_gate else None,
+        choice_bias=_struct(config.experts, dtype=jnp.float32) if config.router == "sigmoid" else None,
+        router_bias=array(config.experts) if config.bias else None,
+        gate_experts_bias=array(rows) if config.bias else None,
+        up_experts_bias=array(rows) if config.bias else None,
+        down_experts_bias=array(config.experts * width) if config.bias else None,
     )
 
 
 def kind_of(name: str, weights: Any, embedding: Any) -> Any:
-    """Kind of a parameter: `weights` for matrices of layers, `embedding` for embedding and head, "float" for others."""
+    """Kind of a parameter: `weights` for matrices of layers, `embedding` for embedding and head, "float" for others.
+
+    Only experts are in MXFP4.
+    """
     last = name.rpartition(".")[-1]
-    return weights if last in PROJECTIONS else embedding if last in TABLES else "float"
+    kind = weights if last in PROJECTIONS else embedding if last in TABLES else "float"
+    return kind if kind != "mxfp4" or last in EXPERTS else "float"
 
 
 def quantized_shape(leaf: Any, kind: str) -> Any:
-    """Shapes of a matrix as "int8" or "int4"; unchanged for "float"."""
+    """Shapes of a matrix as "int8", "int4" or "mxfp4"; unchanged for "float"."""
     if kind == "float":
         return leaf
     outputs, inputs = leaf.shape
     if kind == "int8":
         return Int8Matrix(_struct(outputs, inputs, dtype=jnp.int8), _struct(outputs, dtype=jnp.float32))
-    if kind != "int4":
-        raise ValueError(f"weights={kind!r}; give float, int8 or int4")
+    if kind not in ("int4", "mxfp4"):
+        raise ValueError(f"weights={kind!r}; give float, int8, int4 or mxfp4")
+    if kind == "mxfp4":
+        if inputs % 32:
+            raise ValueError(f"a matrix with {inputs} inputs cannot be in MXFP4, in which 32 inputs share a scale")
+        levels = _struct(outputs, 16, inputs // 32, dtype=jnp.uint8)
+        return GroupedMatrix(levels, _struct(outputs, inputs // 32, dtype=jnp.uint8))
     group = math.gcd(inputs, GROUP)
     if group % 2:
         raise ValueError(f"a matrix with {inputs} inputs cannot be in 4 bits, as two inputs share a byte")
@@ -341,12 +388,12 @@ def quantized_shape(leaf: Any, kind: str) -> Any:
 
 
 def retyped(params: Params, dtype: Any) -> Params:
-    """Shapes of the parameters with another floating-point type. Quantised matrices do not change."""
-    return jax.tree.map(
-        lambda weight: (
+    """Shapes of the parameters with another floating-point type. Quantised matrices and `ALWAYS_FLOAT32` do not change."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, weight: (
             jax.tree.map(lambda x: _struct(*x.shape, dtype=x.dtype), weight)
             if is_quantized(weight)
-            else _struct(*weight.shape, dtype=dtype)
+            else _struct(*weight.shape, dtype=float_of(name_of(path), dtype))
         ),
         params,
         is_leaf=is_quantized,
@@ -441,8 +488,14 @@ def _normal(key: PRNGKeyArray, scale: float, shape: tuple[int, ...], dtype: Any)
 
 
 def _uniform(key: PRNGKeyArray, deviation: float, shapes: Any) -> Any:
-    """Random quantised matrix with mean 0 and the given standard deviation, set by its scales and minima."""
+    """Random quantised matrix with mean 0 and the given standard deviation, set by its scales and minima.
+
+    Scales of MXFP4 are powers of two, so that the deviation is within a factor of 1.5.
+    """
     levels = _bits(key, shapes.levels.shape, shapes.levels.dtype)
+    if shapes.kind == "mxfp4":
+        exponent = 127 + round(math.log2(deviation / _DEVIATION_OF_E2M1))
+        return dataclasses.replace(shapes, levels=levels, scale=jnp.full(shapes.scale.shape, exponent, jnp.uint8))
     count = 16 if shapes.kind == "int4" else 256
     scale = deviation / ((count**2 - 1) / 12) ** 0.5
 

@@ -36,8 +36,8 @@ AXES = "data", "model", "sequence"
 _RECURRENT = "z", "alpha", "beta", "q_conv", "k_conv", "v_conv", "log_decay", "dt_bias"
 """Parameters of a gated delta net whose rows are those of heads."""
 
-_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", *_RECURRENT), HEADS) | dict.fromkeys(
-    ("gate", "up", "gate_bias", "up_bias", "embed", "head", *EXPERTS), MODEL
+_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks", *_RECURRENT), HEADS) | dict.fromkeys(
+    ("gate", "up", "gate_bias", "up_bias", "embed", "head", *EXPERTS, *(f"{name}_bias" for name in EXPERTS)), MODEL
 )
 """Last part of a parameter's name → mesh axes that shard its first axis (outputs)."""
 

@@ -106,7 +106,7 @@ def hidden(
 
     def causal(layer: int, q: Array, k: Array, v: Array) -> Array:
         kind = config.layers[layer]
-        return causal_attention(kind.attention, ropes[kind], q, k, v)
+        return causal_attention(kind.attention, ropes[kind], q, k, v, params.layers[layer].sinks)
 
     x, pos = _embed(params, tokens, shard), _positions(tokens)
     for i, layer in enumerate(layers_of(params)):
@@ -151,11 +151,16 @@ def prefill(
         around: Callable[[Carry], Carry] = partial(_surrounded, layer, x, cache)
 
         def attend(
-            q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, around: Callable[[Carry], Carry] = around
+            q: Array,
+            k: Array,
+            v: Array,
+            cache: CacheLayer[Any] = cache,
+            around: Callable[[Carry], Carry] = around,
+            sinks: Array | None = layer.params.sinks,
         ) -> Array:
             nonlocal carry
             spec = cache.spec
-            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total)
+            prompt = PromptKV.of(spec.rope, q, k, v, lengths, total, sinks)
             with calling(cache, "prefill"):
                 state, carry = cache.prefill(prompt, around(carry))
             out = prompt_attention(spec, prompt)
@@ -204,7 +209,8 @@ def decode_step(
             before, x, heads = x, _rest(layer, x, out, shard), None
             continue
         heads = heads or heads_of(layer, x, pos)
-        new, gate = Token(heads.q, heads.k, heads.v, pos, cache.spec.rope, live), heads.gate
+        gate, sinks = heads.gate, layer.params.sinks
+        new = Token(heads.q, heads.k, heads.v, pos, cache.spec.rope, live, sinks=sinks)
         if cache.needs_token_inputs:
             new = dataclasses.replace(new, inputs=layer.normed(x, layer.params.attn_norm))
         if i > 0:
@@ -266,9 +272,10 @@ def read_block(
             cache: CacheLayer[Any] = cache,
             state: Any = state,
             around: Callable[[Carry], Carry] = around,
+            sinks: Array | None = layer.params.sinks,
         ) -> Array:
             nonlocal carry
-            block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope)
+            block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope, sinks)
             with calling(cache, "read_block"):
                 out, state, carry = cache.read_block(state, block, around(carry))
             expect_shape(cache.policy, "read_block", out, "B S N H", q.shape)
@@ -308,8 +315,16 @@ def attention_gradients(
         x = embedded
         for i, (layer, cache, state) in enumerate(zip(layers_of(params), caches, states, strict=True)):
 
-            def attend(q: Array, k: Array, v: Array, cache: CacheLayer[Any] = cache, state: Any = state) -> Array:
-                return cache.read_block(state, TokenBlock(q, k, v, pos, count, total, cache.spec.rope), {})[0]
+            def attend(
+                q: Array,
+                k: Array,
+                v: Array,
+                cache: CacheLayer[Any] = cache,
+                state: Any = state,
+                sinks: Array | None = layer.params.sinks,
+            ) -> Array:
+                block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope, sinks)
+                return cache.read_block(state, block, {})[0]
 
             def block(
                 x: Array, more: Array, layer: Layer = layer, attend: Attend = attend, state: Any = state
@@ -393,8 +408,8 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
 def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) -> Fused | None:
     """One operation for the rest of `layer` and the heads of the `following` layer.
 
-    None where the model has biases, norms or factors between the matrices, where devices all-reduce between them, or where
-    either layer is recurrent.
+    None where the model has biases, norms or factors between the matrices, where devices all-reduce between them, where
+    q, k and v are joined, or where either layer is recurrent.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
     if not isinstance(p, Attention) or not isinstance(after, Attention) or layer.config.attention.gated:
@@ -406,6 +421,7 @@ def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) 
     if (
         layer.residual_scale != 1.0
         or shard.model > 1
+        or after.qkv is not None
         or layer.config.mlp.activation != "silu"
         or any(a is not None for a in between)
     ):

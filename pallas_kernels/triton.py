@@ -86,3 +86,8 @@ def rotated_heads(ref: Any, *tables: Any) -> Array:
     partner = backend.load(ref.at[row, ((channel + dim // 2) % dim)[None]]).astype(jnp.float32)
     sign = jnp.where(channel < dim // 2, -1.0, 1.0)[None]
     return (ref[...].astype(jnp.float32) * cos + sign * partner * sin).astype(ref.dtype)
+
+
+def dividing_block(size: int, most: int) -> int:
+    """Return the largest power of two up to `most` that divides `size`."""
+    return min(most, size & -size)

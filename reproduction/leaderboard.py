@@ -1,4 +1,4 @@
-"""Every policy at the same bytes held, on RULER, LongBench and GSM8K: docs/leaderboard.md.
+"""Every policy at the same share of bytes or of the prompt, on RULER, LongBench and GSM8K: docs/leaderboard.md.
 
     python -m reproduction.leaderboard --model MODEL --out part.jsonl --seconds 500     # repeat until it is done
     python -m reproduction.leaderboard --model MODEL --out part-2.jsonl --part 2/5      # a fifth of the work, on a machine of its own
@@ -7,9 +7,14 @@
     python -m reproduction.leaderboard --export FOLDER part*.jsonl                      # in the format of kvpress' leaderboard
     python -m reproduction.leaderboard --render                                         # the page again, from the result file
 
-A budget means something else to each method. Here each policy gets the largest budget at which it holds a given share of the full cache's
-bytes, with room for question and answer. The page lists the policies that cannot hold so few bytes. The prompt is compressed before its
-question is known (question-agnostic). The policies of `--seeing`, which score tokens by queries, are measured question-aware as well.
+A budget means something else to each method. There are three conventions:
+
+- `--shares`: each policy gets the largest budget at which it holds a share of the full cache's bytes, with room for question and answer.
+- `--prompt-shares`: each policy keeps a share of the prompt's tokens, and all new tokens in addition (kvpress' compression ratio).
+- `--read-shares`: each policy that holds all tokens lets a query read a share of the prompt's tokens.
+
+The page lists the policies that cannot hold so little. The prompt is compressed before its question is known (question-agnostic), and at
+`--prompt-shares` with the question as well (question-aware). `--seeing` names the policies for which this is done with all shares.
 
 All tasks of a suite share one compiled program for each policy and share. Except on GPUs, programs are compiled in threads while others run.
 The search for budgets takes minutes on the host. `--budgets FILE` saves them; `reproduction/equal_bytes/budgets-qwen2.5-coder-1.5b.jsonl` has
@@ -35,8 +40,18 @@ from kvjax.policies.text import split_policies
 from reproduction import models
 from reproduction.equal_bytes import export, merged, page
 from reproduction.equal_bytes.batches import Batch, Clock, Compiled, Roomy, ahead_of_turn, batches, run
-from reproduction.equal_bytes.cells import SEEING, Budgets, Cell, Wanted, cells, wanted
+from reproduction.equal_bytes.cells import Budgets, Cell, Convention, Wanted, cells, wanted
 from reproduction.equal_bytes.suite import Data, Suite, make_suites
+
+FORMS = (
+    "kvzip:plus=true",
+    "critical(snapkv)",
+    "critical(adakv)",
+    "critical(expected_attention)",
+    "chunkkv(expected_attention)",
+    "quantized(snapkv; bits=4)",
+)
+"""Forms of policies that papers name, besides the registered policies."""
 
 
 def main() -> None:
@@ -45,10 +60,12 @@ def main() -> None:
     parser.add_argument("--suites", default="ruler-4096", help="of ruler-LENGTH, longbench-LENGTH, gsm8k-SHOTS")
     parser.add_argument("--tasks", default=None, help="only these of the suites' tasks, separated by commas")
     parser.add_argument(
-        "--policies", default=",".join(kvjax.policies.policies(trained=False)), help="as kvjax takes them"
+        "--policies", default=",".join((*kvjax.policies.policies(trained=False), *FORMS)), help="as kvjax takes them"
     )
-    parser.add_argument("--seeing", default=",".join(SEEING), help="policies asked with the question in sight as well")
+    parser.add_argument("--seeing", default=None, help="policies asked with the question in sight as well")
     parser.add_argument("--shares", default="0.5,0.25,0.125", help="of the full cache's bytes")
+    parser.add_argument("--prompt-shares", default="0.5,0.25,0.125,0.0625,0.03125", help="of the prompt's tokens")
+    parser.add_argument("--read-shares", default="0.5,0.25,0.125", help="of the prompt's tokens")
     parser.add_argument("--samples", type=int, default=20, help="of every task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=20, help="prompts that run together, and samples of a round")
@@ -96,8 +113,11 @@ def measure(args: argparse.Namespace) -> None:
     suites = make_suites(names, form, params.config.context_length, args.samples, args.seed, data)
     if args.tasks is not None:
         suites = [chosen for suite in suites if (chosen := suite.only(args.tasks.split(","))) is not None]
-    policies, seeing = split_policies(args.policies), args.seeing.split(",")
-    shares = [float(share) for share in args.shares.split(",")]
+    policies, seeing = split_policies(args.policies), None if args.seeing is None else args.seeing.split(",")
+    given: dict[Convention, str] = {"bytes": args.shares, "prompt": args.prompt_shares, "read": args.read_shares}
+    shares: dict[Convention, list[float]] = {
+        of: list(map(float, text.split(","))) for of, text in given.items() if text
+    }
     planned = [entry for suite in suites for entry in wanted(suite, policies, shares, seeing)]
     mine = cells(
         params, part(planned, args.part), Budgets(args.budgets, f"{fingerprint(params.config)} {params.dtype.name}")
@@ -173,8 +193,13 @@ def head(args: argparse.Namespace, params: kvjax.Params, form: Format, suites: S
 
 def samples_of(row: dict[str, Any], count: int) -> set[tuple[Any, ...]]:
     """Identifiers of the first `count` samples of a row or batch."""
-    of = tuple(row[name] for name in ("suite", "policy", "target", "seen", "task"))
+    of = *identity(row), row["task"]
     return {(*of, row["first"] + i) for i in range(count)}
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What identifies the cell of a row."""
+    return *(row[name] for name in ("suite", "policy", "target", "seen")), merged.of(row)
 
 
 def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
@@ -183,9 +208,9 @@ def check_same_budgets(planned: Sequence[Cell], rows: Sequence[dict[str, Any]]) 
     Raises:
         SystemExit: it has.
     """
-    held = {tuple(cell.key.values()): cell.held for cell in planned}
+    held = {identity(cell.key): cell.held for cell in planned}
     for row in rows:
-        mine = held.get(tuple(row[name] for name in ("suite", "policy", "target", "seen")))
+        mine = held.get(identity(row))
         if mine is not None and mine != row["held"]:
             raise SystemExit(
                 f"{row['policy']} would hold {mine} bytes, and held {row['held']} in the file: begin another"
@@ -207,11 +232,11 @@ def part(planned: Sequence[Wanted], which: str) -> list[Wanted]:
 def line(batch: Batch, row: dict[str, Any], seconds: float) -> str:
     """A batch as it is printed."""
     cell, scores = batch.cell, row["scores"]
-    share = "" if cell.target is None else f"{100 * cell.target:g} %"
+    share = "" if cell.target is None else f"{100 * cell.target:g} %" + ("" if cell.of == "bytes" else f" {cell.of}")
     seen = "seen" if cell.seen else "unseen"
     mean = sum(scores) / len(scores)
     return (
-        f"{cell.suite.name:14s} {cell.policy:20s} {share:>7s} {seen:6s} {batch.task:18s} {mean:.3f}  {seconds:6.1f} s"
+        f"{cell.suite.name:14s} {cell.policy:20s} {share:>14s} {seen:6s} {batch.task:18s} {mean:.3f}  {seconds:6.1f} s"
     )
 
 

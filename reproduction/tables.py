@@ -89,8 +89,8 @@ def question_agnostic(best: int = 5) -> str:
         best: number of policies.
     """
     scores = defaultdict[str, list[np.ndarray]](list)
-    for row in rows("leaderboard-h200.json"):
-        if row["target"] in (0.25, None) and not row["seen"] and "scores" in row:
+    for row in merged.at_equal_bytes(rows("leaderboard-h200.json")):
+        if row["target"] in (0.25, None):
             scores[row["policy"]].append(merged.samples(row))
     return _best({name: merged.mean_and_error(tasks) for name, tasks in scores.items()}, best)
 
@@ -101,8 +101,8 @@ def leaderboard_of(name: str) -> str:
     Tasks are the question-agnostic ones of the leaderboard.
     """
     scores, shares = defaultdict[tuple[str, float | None], list[np.ndarray]](list), {}
-    for row in rows("leaderboard-h200.json"):
-        if row["policy"] in (name, "full") and not row["seen"] and "scores" in row:
+    for row in merged.at_equal_bytes(rows("leaderboard-h200.json")):
+        if row["policy"] in (name, "full"):
             case = row["policy"], row["target"]
             scores[case].append(merged.samples(row))
             shares[case] = row["held"] / row["full"]

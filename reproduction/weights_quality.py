@@ -7,6 +7,7 @@ A run continues an existing result file. `--render` writes the section of docs/h
 
 import argparse
 import gc
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,24 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def names(model: str) -> dict[str, str]:
+    """What the rows of a model are, whose file may store its matrices in few bits itself."""
+    stored = re.search(r"-(I?Q\d\w*)\.gguf$", model)
+    if stored is None:
+        return {}
+    return {
+        "float": f"{stored[1]}, dequantised",
+        "int8": f"{stored[1]} in int8",
+        "int4": f"{stored[1]}, remainder in int4",
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], model: str = "") -> str:
     """Perplexity and share found, one row per kind; in parentheses what it is above and below the first row, from paired differences."""
     tasks = list(rows[0]["scores"])
     lines = []
     for row in rows:
-        cells = [f"{row['weights']}", f"{row['bytes'] / 1e9:.2f} GB"]
+        cells = [names(model).get(row["weights"], row["weights"]), f"{row['bytes'] / 1e9:.2f} GB"]
         change = np.subtract(row["nll"], rows[0]["nll"])
         cells.append(
             f"{np.exp(np.mean(row['nll'])):.3f} ({100 * np.expm1(change.mean()):+.2f} ± {100 * standard_error(change):.2f} %)"
@@ -102,14 +115,14 @@ def section(content: Mapping[str, Any]) -> str:
     header, rows = content["header"], content["rows"]
     about = header["settings"]
     return (
-        f"**`int8` changes perplexity by {_change(rows, 'int8')}, and `int4` by {_change(rows, 'int4')}.** {models.title(about)} with the full cache, "
+        f"**On top of the file's own quantisation, `int8` changes perplexity by {_change(rows, 'int8')}, and `int4` by {_change(rows, 'int4')}.** {models.title(about)} with the full cache, "
         f"computed in {about['dtype']}\non one {device(header)}. Embedding and head are quantised as the layers are.\n\n"
-        "- `float` dequantises the file, so the rows show the loss on top of the file's own quantisation. `int4` keeps the codes of matrices "
-        "that the file stores in 4 bits.\n"
+        "- The file is quantised itself, so the rows show the loss on top of that. `int4` keeps the codes of matrices that the file stores in 4 "
+        "bits.\n"
         f"- Perplexity: {about['passages']} passages of {about['length']} tokens.\n"
         f"- Tasks: RULER's, in percent, with {about['samples']} prompts of {about['length']} tokens for each.\n"
-        "- In parentheses: paired difference from `float` ± its standard error.\n\n"
-        f"Measured by `python -m reproduction.weights_quality`.\n\n{table(rows)}"
+        "- In parentheses: paired difference from the first row ± its standard error.\n\n"
+        f"Measured by `python -m reproduction.weights_quality`.\n\n{table(rows, models.title(about))}"
     )
 
 

@@ -108,6 +108,7 @@ def write_gguf(
     extra: Mapping[str, np.ndarray] | None = None,
     seed: int = 0,
     architecture: str | None = None,
+    predictors: int = 0,
 ) -> dict[str, np.ndarray]:
     """Write a GGUF file as llama.cpp's converter does; returns its tensors as Hugging Face names and values.
 
@@ -119,10 +120,11 @@ def write_gguf(
         extra: more tensors, float32.
         seed: of the weights.
         architecture: `general.architecture`, which the family decides by default.
+        predictors: number of layers after the model's, whose tensors are among `extra`.
     """
     family = config.family
     writer = gguf.GGUFWriter(path, architecture or ARCHITECTURE_OF[family])
-    writer.add_block_count(config.num_layers)
+    writer.add_block_count(config.num_layers + predictors)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
     moes = [kind.mlp for kind in config.kinds if isinstance(kind.mlp, MoEConfig)]
@@ -165,8 +167,8 @@ def write_gguf(
             values[name] = rounded - np.float32(config.norm_offset or 0.0)
         else:
             values[name] = deinterleave(rounded, heads)
-        experts = moes[0].experts if held[0].endswith("_experts") else 0
-        writer.add_tensor(stored, data.reshape(experts, -1, data.shape[-1]) if experts else data, raw_dtype=qtype)
+        experts = moes[0].experts if held[0].endswith(("_experts", "_experts_bias")) else 0
+        writer.add_tensor(stored, data.reshape(experts, -1, *data.shape[1:]) if experts else data, raw_dtype=qtype)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()

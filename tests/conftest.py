@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "device":
         # Several processes share the device's memory; and files are few, so their tests are divided among processes.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        # Most of the time would go into compiling the candidates of each matmul, to choose the fastest.
+        os.environ["XLA_FLAGS"] = f"{quick_programs.GPU_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
         config.option.dist = "worksteal" if config.option.dist == "loadfile" else config.option.dist
         if len(config.option.tx or ()) == config.option.maxprocesses:
             # Most of the time goes into compiling, which a large machine does for eight processes as fast as for four.

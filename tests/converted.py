@@ -113,6 +113,31 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 8,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
     "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, **_DELTA_NET, "rope_parameters": _PARTIAL},
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe_text",
@@ -136,7 +161,14 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
-_SPLITTERS = {"llama": "llama-bpe", "mixtral": "llama-bpe", "smollm3": "llama-bpe", "glm4": "glm4"}
+_SPLITTERS = {
+    "llama": "llama-bpe",
+    "mixtral": "llama-bpe",
+    "smollm3": "llama-bpe",
+    "glm4": "glm4",
+    "glm4_moe": "glm4",
+    "gpt_oss": "gpt-4o",
+}
 """Name of the pre-tokenizer, by `model_type`; "qwen2" for others. The converter knows those of published tokenizers alone."""
 
 
@@ -172,7 +204,7 @@ def main() -> None:
         for name, fields in CHECKPOINTS.items():
             path = Path(folder) / name
             kvjax.save(checkpoint(name), path, format="safetensors")
-            write_tokenizer(path)
+            write_tokenizer(path, ("[gMASK]", "<|observation|>") if fields["model_type"] == "glm4_moe" else ())
             jobs.append((_SPLITTERS.get(fields["model_type"], "qwen2"), str(path), str(FOLDER / f"{name}.gguf")))
         # A process of its own, since the converter comes with another version of the package `gguf`.
         subprocess.run([sys.executable, "-c", _CONVERT, str(given.llama_cpp), json.dumps(jobs)], check=True)
@@ -180,10 +212,10 @@ def main() -> None:
     (FOLDER / "converter.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
-def write_tokenizer(path: Path) -> None:
-    """A byte-level tokenizer with the special tokens that the converter looks for."""
+def write_tokenizer(path: Path, more: tuple[str, ...] = ()) -> None:
+    """A byte-level tokenizer with the special tokens that the converter looks for, of which `more` are those of one family."""
     backend = byte_tokenizer()
-    backend.add_special_tokens(["<|endoftext|>", "<|user|>"])
+    backend.add_special_tokens(["<|endoftext|>", "<|user|>", *more])
     backend.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -47,7 +47,8 @@ def _layers(family: Family) -> str:
         _WINDOWS[family.windows],
         "some without rotation" if family.unrotated_every else "",
         "experts" if family.experts else "",
-        "a shared MLP" * family.shared_experts,
+        "a shared MLP" * (family.shared_experts or family.sigmoid_router),
+        "attention sinks" * family.sinks,
     )
     return ", ".join(filter(None, kinds)) or "full attention"
 

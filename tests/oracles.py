@@ -252,6 +252,55 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "glm-4.5": (
+        "glm4_moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm-4.5-air": (
+        "glm4_moe",
+        {
+            "moe_intermediate_size": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    # Attention sinks, biased experts with a clamped activation, and a rotary embedding without rounded bounds.
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "rope_parameters": _YARN | {"rope_theta": 1.5e5, "truncate": False},
+        },
+    ),
+    "gpt-oss-full": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            **_plain(1e4),
+        },
+    ),
     "glm-4-0414": ("glm4", {"attention_bias": False, "eos_token_id": [2], "head_dim": 16, **_plain(1e4)}),
 }
 
@@ -283,6 +332,9 @@ def randomise(torch: Any, model: Any, seed: int = 0, gain: float = 1.0) -> None:
             weight.data = 0.3 * noise
         else:
             weight.data = gain + 0.2 * noise
+    for path, weight in model.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
 
 
 def transformers_model(name: str, seed: int = 0) -> Any:

@@ -22,6 +22,9 @@ The *fusion emitters* are XLA's newer code generator for CPUs. Small programs co
 of the default model's 30 layers compile twice as fast with them (see `for_large_programs`).
 """
 
+GPU_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+"""XLA flags for programs that run once on a GPU: matmuls by cuBLAS with its first choice of algorithm."""
+
 large = False
 """Whether to compile with the fusion emitters. `conftest.py` sets it while a test that uses `smollm2` runs."""
 

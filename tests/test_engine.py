@@ -127,11 +127,11 @@ def test_token_ids_are_checked(tiny, monkeypatch, prompts, says):
         with pytest.raises(ValueError, match=says):
             engine.prefill(prompts)
     begun = engines[1].begin()
-    renamed = says.replace("prompt", "given row"), says.replace("prompt", "block").replace("not 1 to", "not 0 to")
-    with pytest.raises(ValueError, match=renamed[0]):
-        engines[1].answering(begun, prompts, 4)
-    if "0 tokens" not in says:  # a row that is to stay as it is
-        with pytest.raises(ValueError, match=renamed[1]):
+    if "0 tokens" not in says:  # a row that is to stay as it is, or goes on
+        given, block = (says.replace("prompt", name).replace("not 1 to", "not 0 to") for name in ("given row", "block"))
+        with pytest.raises(ValueError, match=given):
+            engines[1].answering(begun, prompts, 4)
+        with pytest.raises(ValueError, match=block):
             engines[1].extend(begun, prompts)
 
 
@@ -262,6 +262,19 @@ def test_what_is_no_state_is_refused(tiny):
     ):
         with pytest.raises(ValueError, match=says):
             engine.resume(dataclasses.replace(saved, **changed))
+
+
+def test_rows_without_given_tokens_go_on(tiny):
+    """From the token that they have sampled, beside a row that processes others first."""
+    engine = Engine(tiny, "h2o:24", batch=2, prompt_len=40, max_new_tokens=40)
+    state, _ = engine.prefill(PROMPTS)
+    other = jax.tree.map(jnp.copy, state)
+    state, tokens, logprobs = engine.decode(state, 9)
+    again, same, scores = engine.answering(other, [[], [5, 6, 7]], 7)()
+    assert int(again.steps) == int(state.steps) == 9
+    np.testing.assert_array_equal(same[0, :9], tokens[0, :9])
+    np.testing.assert_allclose(scores[0, :9], logprobs[0, :9], atol=1e-6)
+    assert not np.array_equal(same[1, :7], tokens[1, :7])
 
 
 def test_a_state_is_used_up_once(tiny):

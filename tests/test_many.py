@@ -138,15 +138,17 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(tiny, monkeypatch)
     assert [len(result.tokens) for result in got] == [4] * 10 + [5]
 
 
-def test_few_programs_and_none_after_the_first_list(tiny):
+@pytest.mark.parametrize("together", [0, 300])
+def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch):
     """Prompts of any length need few programs, and a second list none, as JAX counts them."""
-    programs = (rows.empty, rows.read, rows.begin, rows.insert, rows.serve)
+    monkeypatch.setattr(many, "tokens_together", lambda: together)
+    programs = (rows.empty, rows.read, rows.read_each, rows.begin, rows.insert, rows.serve)
     before = sum(len(program.executables) for program in programs)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event.endswith("/backend_compile_duration") else None
     )
-    options = {"max_new_tokens": 3, "rows": 4, "max_total_tokens": 210, "ignore_eos": True}
+    options = {"max_new_tokens": 3, "rows": 4 + bool(together), "max_total_tokens": 210, "ignore_eos": True}
     kvjax.generate(tiny, prompts(200, longest=200), "h2o:0.4", **options)
     made = sum(len(program.executables) for program in programs) - before
     assert 3 < made <= 8

@@ -85,6 +85,7 @@ def test_long_answers_go_on_past_one_call(tiny, set_chunk):
     assert [r.tokens for r in kvjax.generate(tiny, PROMPTS, question=QUESTIONS, **OPTIONS)] == [
         r.tokens for r in expected
     ]
+    assert not decoding.decode.executables  # the program that reads the question goes on
 
 
 @pytest.mark.parametrize(

@@ -299,5 +299,5 @@ def test_recommended_policies_are_the_best_measured():
 def test_the_best_policies_have_the_scores_of_the_leaderboard():
     page = (ROOT / "docs/leaderboard.md").read_text(encoding="utf-8")
     for name, score in re.findall(r"^\| `(\w+)` \| (\S+ ± \S+) \|", quality_tables.question_agnostic(), re.MULTILINE):
-        (line,) = re.findall(rf"^\| `{name}` .*\|$", page.split("\n### ")[0], flags=re.MULTILINE)
+        (line,) = re.findall(rf"^\| `{name}` .*\|$", page.split("by task\n")[0], flags=re.MULTILINE)
         assert score in line

@@ -13,6 +13,7 @@ from schedules import LONGEST, Ran, check, jobs, lone
 import kvjax
 from kvjax.policies import PolicyError
 from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.rows import Reading
 from kvjax.runtime.sampling import make_sampler
 
 POLICIES = every_policy(16) + compositions(16)
@@ -49,6 +50,29 @@ def test_rows_are_those_of_generate(policy, running, tiny):
         count = len(ran.tokens)
         assert want.tokens[:count] == [token for token, _ in ran.tokens]
         np.testing.assert_allclose(want.logprobs[:count], [logprob for _, logprob in ran.tokens], atol=1e-4)
+
+
+@pytest.mark.long
+@named
+def test_prompts_that_are_read_together(policy, tiny):
+    """They go on as those that were read alone, up to rounding."""
+    random = np.random.default_rng(2)
+    given = [Job(random.integers(0, 64, length).tolist(), 9) for length in (50, 23, 41)]
+    alone, together = (Batch(tiny, policy, rows=3, prompt_len=50, max_new_tokens=9, read_together=n) for n in (0, 200))
+
+    def run(batch: Batch, readings: list[Reading]) -> Any:
+        firsts = [
+            batch.insert(reading, job, row) for row, (reading, job) in enumerate(zip(readings, given, strict=True))
+        ]
+        call = batch.serve(8)
+        return [np.asarray([each[i][0] for each in firsts]) for i in (0, 1)], [np.asarray(x)[:, :8] for x in call[:2]]
+
+    (first, first_logprobs), (tokens, logprobs) = run(alone, [alone.read(job) for job in given])
+    (got, got_logprobs), (got_tokens, got_all) = run(together, together.read_each(given))
+    np.testing.assert_array_equal(got, first)
+    np.testing.assert_array_equal(got_tokens, tokens)
+    np.testing.assert_allclose(got_logprobs, first_logprobs, atol=1e-4)
+    np.testing.assert_allclose(got_all, logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["snapkv:40", "h2o:0.5", "full"])

@@ -1,9 +1,10 @@
 """The scheduler of a running batch, against a model of what it drives, with no device."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -38,8 +39,8 @@ class Wish:
 class FakeBatch:
     """What `Batch` does, in lists. It checks that a row is inserted into only when its tokens are not waited for."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows, self.reused = rows, 0
+    def __init__(self, rows: int, most: int = 1) -> None:
+        self.rows, self.reused, self.most = rows, 0, most
         self.fails = ""
         self.reset()
 
@@ -54,10 +55,15 @@ class FakeBatch:
             self.fails = ""
             raise RuntimeError(f"{what} failed")
 
-    def reading(self, job: Wish) -> Iterator[tuple[Any, bool]]:
-        for left in reversed(range(job.blocks)):
+    def together(self, job: Wish) -> tuple[Any, int]:
+        return job.given, self.most if job.blocks == 1 else 1
+
+    def reading(self, jobs: Sequence[Wish]) -> Iterator[tuple[Any, bool]]:
+        assert len(jobs) <= self.together(jobs[0])[1]
+        assert len({self.together(job) for job in jobs}) == 1
+        for left in reversed(range(jobs[0].blocks)):
             self._check("reading")
-            yield job, left == 0
+            yield list(jobs), left == 0
 
     def insert(self, reading: Wish, job: Wish, row: int, allowed: Any = None) -> Any:
         self._check("insert")
@@ -114,9 +120,15 @@ def Call(*arrays: Any) -> tuple[Any, ...]:
 class Schedules(RuleBasedStateMachine):
     """Jobs come, are cancelled and fail in any order. Each ends once, with its own tokens."""
 
-    @initialize(rows=st.integers(1, 4), steps=st.integers(1, 5), blocks=st.integers(1, 3), batches=st.integers(1, 3))
-    def begin(self, rows: int, steps: int, blocks: int, batches: int) -> None:
-        self.batches = [FakeBatch(rows) for _ in range(batches)]
+    @initialize(
+        rows=st.integers(1, 4),
+        steps=st.integers(1, 5),
+        blocks=st.integers(1, 3),
+        batches=st.integers(1, 3),
+        most=st.integers(1, 4),
+    )
+    def begin(self, rows: int, steps: int, blocks: int, batches: int, most: int) -> None:
+        self.batches = [FakeBatch(rows, most) for _ in range(batches)]
         if batches == 1:
             self.scheduler = Scheduler(self.batches[0], steps=steps, block_calls=blocks)
         else:
@@ -204,7 +216,7 @@ def test_a_prompt_of_several_samples_is_read_once() -> None:
     batch = FakeBatch(2)
     read = []
     reading = batch.reading
-    batch.reading = lambda job: read.append(job) or reading(job)  # pyright: ignore
+    batch.reading = lambda jobs: read.extend(jobs) or reading(jobs)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
     tickets = [*scheduler.submit_samples([Wish(0, 4)] * 5), scheduler.submit(Wish(1000, 2))]
     assert scheduler.waiting == 6
@@ -226,6 +238,34 @@ def test_batches_with_one_queue_have_equal_shares(samples) -> None:
         scheduler.turn()
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
     assert scheduler.delivered == 3 * 10
+
+
+def test_short_prompts_are_read_together_and_wait_for_rows() -> None:
+    batch = FakeBatch(2, most=3)
+    read: list[list[int]] = []
+    reading = batch.reading
+    batch.reading = lambda jobs: read.append([job.name for job in jobs]) or reading(jobs)  # pyright: ignore
+    scheduler = Scheduler(batch, steps=3)
+    given = (), (), (1,), (), (), (), (1,)
+    tickets = [scheduler.submit(Wish(100 * i, 4, given=each)) for i, each in enumerate(given)]
+    scheduler.turn()
+    assert read == [[0, 100, 300]]
+    assert (scheduler.running, scheduler.begun, scheduler.waiting) == (2, 1, 5)
+    scheduler.cancel(tickets[3])
+    while scheduler.busy:
+        scheduler.turn()
+    assert read == [[0, 100, 300], [200, 600], [400, 500]]
+    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets if ticket is not tickets[3])
+    assert tickets[3].tokens == []
+
+
+def test_batches_with_one_queue_do_not_read_the_others_share() -> None:
+    batches = [FakeBatch(4, most=4), FakeBatch(4, most=4)]
+    scheduler = Schedulers(batches, steps=2)
+    for i in range(4):
+        scheduler.submit(Wish(9 * i, 4))
+    scheduler.turn()
+    assert [sum(batch.live) for batch in batches] == [2, 2]
 
 
 def test_first_come_first_served() -> None:
@@ -289,14 +329,16 @@ def test_a_grammar_that_fails_ends_its_job_alone() -> None:
     assert 1 <= len(bad.tokens) < 5
 
 
-@pytest.mark.parametrize("policy", ["full", "rkv:40"])
-def test_jobs_through_few_rows(policy, tiny) -> None:
+@pytest.mark.parametrize(("policy", "together"), [("full", 0), ("rkv:40", 0), ("rkv:40", 200)])
+def test_jobs_through_few_rows(policy, together, tiny) -> None:
     """Each gives what it gives in a batch with a row for each."""
     random = np.random.default_rng(5)
     jobs = [Job(random.integers(0, 64, random.integers(5, 64)).tolist(), int(random.integers(1, 30))) for _ in range(9)]
 
     def run(rows: int) -> list[list[int]]:
-        scheduler = Scheduler(Batch(tiny, policy, rows=rows, prompt_len=64, max_new_tokens=30), steps=8)
+        scheduler = Scheduler(
+            Batch(tiny, policy, rows=rows, prompt_len=64, max_new_tokens=30, read_together=together), steps=8
+        )
         tickets = [scheduler.submit(job) for job in jobs]
         while scheduler.busy:
             scheduler.turn()
@@ -304,3 +346,28 @@ def test_jobs_through_few_rows(policy, tiny) -> None:
         return [ticket.tokens for ticket in tickets]
 
     assert run(2) == run(9)
+
+
+@pytest.mark.parametrize("policy", ["snapkv:40", "rkv:40"])
+def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(policy, tiny) -> None:
+    """Bit for bit, in any order."""
+    random = np.random.default_rng(6)
+    jobs = [Job(random.integers(0, 64, length).tolist(), 12) for length in (30, 64, 9, 50, 41, 62, 3)]
+    batch = Batch(tiny, policy, rows=4, prompt_len=64, max_new_tokens=12, read_sizes=[32], read_together=130)
+    assert [batch.together(job) for job in jobs[:2]] == [(32, 4), (64, 2)]
+
+    def run(jobs: Sequence[Job]) -> list[tuple[list[int], list[float]]]:
+        batch.reset()
+        scheduler = Scheduler(batch, steps=5)
+        tickets = [scheduler.submit(job) for job in jobs]
+        while scheduler.busy:
+            scheduler.turn()
+        return [(ticket.tokens, ticket.logprobs) for ticket in tickets]
+
+    alone = [run([job])[0] for job in jobs]
+    assert run(jobs) == alone
+    assert run(jobs[::-1]) == alone[::-1]
+    held = (
+        sum(x.nbytes for x in jax.tree.leaves(tiny)) + (4 + 3) * batch.row_bytes
+    )  # rows, and prompts that wait for one
+    assert batch.compile([len(job.prompt) for job in jobs]) >= held

@@ -29,7 +29,8 @@ def attention_weights(
         last: number of queries, which are the last tokens of the text. By default all tokens.
 
     Returns:
-        Weights by index of the layer. Each row is over the tokens of the text and sums to 1.
+        Weights by index of the layer. Each row is over the tokens of the text and sums to 1, or to less in a model with
+            attention sinks, which take the rest.
 
     Raises:
         ValueError: the text is empty, a layer does not exist, or `last` is out of range.
@@ -56,8 +57,12 @@ def attention_weights(
         group = q.shape[1] // k.shape[1]
         logits = np.stack([q[-queries:, n] @ k[:, n // group].T for n in range(q.shape[1])]) * scale
         logits = np.where(is_seen, logits, np.float32(-np.inf))
+        sinks = params.layers[cached[layer]].sinks
+        if sinks is not None:
+            beside = np.broadcast_to(np.asarray(sinks, np.float32)[:, None, None], (*logits.shape[:2], 1))
+            logits = np.concatenate([logits, beside], axis=-1)
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        found[layer % count] = weights / weights.sum(axis=-1, keepdims=True)
+        found[layer % count] = (weights / weights.sum(axis=-1, keepdims=True))[..., :length]
     return found
 
 

@@ -22,7 +22,7 @@ LARGEST = "largest"
 
 RANDOM = "random"
 
-KINDS = "float", "int8", "int4"
+KINDS = "float", "int8", "int4", "mxfp4"
 """Kinds of weight matrices."""
 
 
@@ -44,6 +44,7 @@ class Case:
         dtype: type of weights and cache.
         layers: number of layers to use; None for all.
         weights: kind of all matrices, including embedding and head: "float" (of `dtype`), "int8" or "int4".
+            "mxfp4" is for experts alone, beside floats.
         program: the worker that measures the case.
         mesh: mesh to run on, such as "model=2" (see `Engine`); "" for one device. Bytes and bandwidth bound of the row
             are then per device.

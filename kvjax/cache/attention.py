@@ -23,6 +23,7 @@ from kvjax.pallas_kernels import (
     sharded_decode_attention,
 )
 from kvjax.pallas_kernels.head_shards import query_heads
+from kvjax.pallas_kernels.sinks import with_sinks
 
 from .packing import Bits, PackedCache
 from .sharded import local_pages, local_part, local_slot, merged, stripes
@@ -41,6 +42,8 @@ def attend(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K C"] | None]:
     """Attention of one query per row to the live slots, inside the layer's sliding window if it has one.
 
+    Attention sinks of the token are part of the softmax, here and in the other functions.
+
     Args:
         spec: the layer's static shapes and model facts.
         cache: the cache.
@@ -57,14 +60,15 @@ def attend(
         assert ranks is None, "a sharded cache stores rotated keys"
         assert not probs, "a sharded cache returns no probabilities"
         part = decode_attention(token.query, keys, cache.v, local_part(weight, cache.slot_shards), scale=spec.scale)
-        return merged(part.out, part.logsumexp, cache.slot_shards), None
+        return merged(part.out, part.logsumexp, cache.slot_shards, token.sinks), None
     query, rotation = token.query if ranks is None else token.q, None
     if ranks is not None and rope.rotates_halves_of(spec.head_dim):
         rotation = Rotation(*ranks, jnp.asarray(rope.inv_freq, jnp.float32), rope.amplitude)
     elif ranks is not None:
         query = rope.rotate(token.q, jnp.repeat(ranks[1], spec.num_heads // spec.num_kv_heads, axis=1))
         keys = rope.rotate_by_table(keys, ranks[0], keys.shape[2])
-    attended = decode_attention(query, keys, cache.v, weight, scale=spec.scale, rotation=rotation, probs=probs)
+    options: Any = {"scale": spec.scale, "rotation": rotation, "probs": probs, "sinks": token.sinks}
+    attended = decode_attention(query, keys, cache.v, weight, **options)
     return attended.out, jax.lax.stop_gradient(attended.probs)
 
 
@@ -79,7 +83,7 @@ def attend_split(
         heads: KV heads of each cache.
         token: of all heads.
     """
-    if any(cache.slot_shards > 1 for cache in caches):
+    if token.sinks is not None or any(cache.slot_shards > 1 for cache in caches):
         group = spec.num_heads // spec.num_kv_heads
         order = np.argsort(np.concatenate([query_heads(mine, group) for mine in heads]))
         outs = [
@@ -113,10 +117,11 @@ def attend_selected(
     """
     k, v, query = cache.k, cache.v, token.query
     if cache.slot_shards == 1:
-        return gather_attention(query, k, v, index, live, scale=spec.scale, page=page, tokens=cache.seen).out
+        part = gather_attention(query, k, v, index, live, scale=spec.scale, page=page, tokens=cache.seen)
+        return with_sinks(part.out, part.logsumexp, token.sinks)
     index, live, page = local_pages(cache, index, live, page)
     part = gather_attention(query, k, v, index, live, scale=spec.scale, page=page)
-    return merged(part.out, part.logsumexp, cache.slot_shards)
+    return merged(part.out, part.logsumexp, cache.slot_shards, token.sinks)
 
 
 def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bits) -> Float[Array, "B N H"]:
@@ -126,12 +131,15 @@ def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bi
         visible &= cache.pos > token.position[:, None, None] - spec.window
     slots = PackedSlots(cache.k, cache.v, cache.k_recent, cache.v_recent, cache.k_packed, cache.next)
     options: Any = {"bits": bits, "scale": spec.scale}
-    if cache.slot_shards == 1:
+    if cache.slot_shards == 1 and token.sinks is None:
         return packed_decode_attention(token.q_rotated, slots, visible, **options)
     packed, latest, late = packed_and_latest(slots, visible)
-    packed, latest = local_part(packed, cache.slot_shards), local_slot(cache, latest)
+    if cache.slot_shards > 1:
+        packed, latest = local_part(packed, cache.slot_shards), local_slot(cache, latest)
     found = partial_packed_attention(token.q_rotated, slots, packed, latest, late, **options)
-    return merged(*found, cache.slot_shards)
+    if cache.slot_shards == 1:
+        return with_sinks(*found, token.sinks)
+    return merged(*found, cache.slot_shards, token.sinks)
 
 
 def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[Array, "B K C"]:
@@ -151,8 +159,8 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
         places, weight = local_part(pos, held.slot_shards, -1), local_part(held.weight, held.slot_shards)
         slots = block.q_rotated, held.k, held.v, q_pos, places, weight
         out, logsumexp = partial_block_attention(*slots, **options, stripes=stripes(held.slot_shards))
-        return merged(out, logsumexp, held.slot_shards)
-    return block_attention(block.q_rotated, held.k, held.v, q_pos, pos, held.weight, **options)
+        return merged(out, logsumexp, held.slot_shards, block.sinks)
+    return block_attention(block.q_rotated, held.k, held.v, q_pos, pos, held.weight, **options, sinks=block.sinks)
 
 
 def attend_prompt(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B S N H"]:
@@ -162,4 +170,5 @@ def attend_prompt(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B S N H"]:
     q_pos = prompt.pos[:, 0, prompt.before :]  # equal in all heads
     own = jnp.full(pos.shape[:2], prompt.before, jnp.int32)
     run = Run(own - jnp.sum(pos[:, :, : prompt.before] >= 0, axis=-1, dtype=jnp.int32), own)
-    return block_attention(prompt.q_rotated, k, v, q_pos, pos, scale=spec.scale, window=spec.window, run=run)
+    options: Any = {"scale": spec.scale, "window": spec.window, "run": run, "sinks": prompt.sinks}
+    return block_attention(prompt.q_rotated, k, v, q_pos, pos, **options)

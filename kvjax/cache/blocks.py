@@ -56,6 +56,7 @@ def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool =
         lengths=block.count + pos.shape[-1],
         seen=kept.seen + block.count,
         total=block.total,
+        sinks=block.sinks,
     )
 
 

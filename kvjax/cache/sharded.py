@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.pallas_kernels import Stripes
+from kvjax.pallas_kernels.sinks import with_sinks
 
 from .shard import SLOTS
 from .spec import round_slots
@@ -174,8 +175,11 @@ def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: in
     return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), rows.dtype)), SLOTS)
 
 
-def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: int) -> Float[Array, "*S H"]:
-    """Attention over all slots from each device's attention over its shard, see `Attended`.
+def merged(
+    out: Float[Array, "*S N H"], logsumexp: Float[Array, "*S N"], devices: int, sinks: Float[Array, " N"] | None = None
+) -> Float[Array, "*S N H"]:
+    """Attention over all slots, and attention sinks if there are any, from each device's attention over its shard (see
+    `Attended`).
 
     Devices without a live slot have no weight. All devices compute the same numbers in the same order, and get the same
     bits.
@@ -190,7 +194,10 @@ def merged(out: Float[Array, "*S H"], logsumexp: Float[Array, "*S"], devices: in
     share = jnp.exp(parts[..., -1:] - jnp.where(jnp.isfinite(top), top, 0.0)[..., None])
     weighted = jnp.concatenate([share * parts[..., :-1], share], axis=-1)
     total = jnp.sum(weighted, axis=0) if small else jax.lax.psum(weighted, SLOTS)
-    return (total[..., :-1] / jnp.maximum(total[..., -1:], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)
+    whole = total[..., :-1] / jnp.maximum(total[..., -1:], jnp.finfo(jnp.float32).tiny)
+    if sinks is not None:
+        whole = with_sinks(whole, top + jnp.log(total[..., -1]), sinks)
+    return whole.astype(out.dtype)
 
 
 def _runs(x: Any, devices: int, fill: Any, axis: int, run: int) -> Any:

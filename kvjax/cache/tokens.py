@@ -35,6 +35,7 @@ class PromptKV:
         lengths: places up to the end of each row. For a whole prompt, its number of tokens.
         seen: tokens of each row so far, kept or not.
         total: tokens that each row will reach with its new ones, for fractional budgets.
+        sinks: logit of each query head's attention sink. None without sinks.
     """
 
     q: Float[Array, "B S N H"]
@@ -46,6 +47,7 @@ class PromptKV:
     lengths: Int[Array, " B"]
     seen: Int[Array, " B"]
     total: Int[Array, " B"]
+    sinks: Float[Array, " N"] | None = None
 
     @classmethod
     def of(
@@ -56,12 +58,13 @@ class PromptKV:
         v: Float[Array, "B T K H"],
         lengths: Int[Array, " B"],
         total: Int[Array, " B"],
+        sinks: Float[Array, " N"] | None = None,
     ) -> Self:
         """Make a whole prompt from unrotated queries and keys, which are rotated once here."""
         place = jnp.arange(q.shape[1], dtype=jnp.int32)
         pos = jnp.where(prompt_mask(lengths, q.shape[1]), place, -1)[:, None]
         turn = place[None, :, None]
-        return cls(q, k, v, rope.rotate(q, turn), rope.rotate(k, turn), pos, lengths, lengths, total)
+        return cls(q, k, v, rope.rotate(q, turn), rope.rotate(k, turn), pos, lengths, lengths, total, sinks)
 
     @property
     def size(self) -> int:
@@ -99,6 +102,7 @@ class PromptKV:
             q_rotated=self.q_rotated[:, :, queries],
             k_rotated=self.k_rotated[:, :, kv_heads],
             pos=self.pos if self.pos.shape[1] == 1 else self.pos[:, kv_heads],
+            sinks=self.sinks if self.sinks is None else self.sinks[queries],
         )
 
 
@@ -113,6 +117,7 @@ class Token:
         live: rows that have a token. In other rows, no function of a `CacheLayer` changes the state. None if all rows
             have one.
         inputs: normed inputs of the attention projections, for a layer that declares `needs_token_inputs`.
+        sinks: logit of each query head's attention sink. None without sinks.
     """
 
     q: Float[Array, "B N H"]
@@ -122,6 +127,7 @@ class Token:
     rope: Rope = flax.struct.field(pytree_node=False)
     live: Bool[Array, " B"] | None = None
     inputs: Float[Array, "B D"] | None = None
+    sinks: Float[Array, " N"] | None = None
 
     @property
     def query(self) -> Rotated:
@@ -147,7 +153,7 @@ class Token:
         """Return some KV heads, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[1] // self.k.shape[1])
         q, k, v = self.q[:, queries], self.k[:, kv_heads], self.v[:, kv_heads]
-        return dataclasses.replace(self, q=q, k=k, v=v)
+        return dataclasses.replace(self, q=q, k=k, v=v, sinks=self.sinks if self.sinks is None else self.sinks[queries])
 
     def slot(self, following: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
         """`following`, the next slot of each row, in rows that have a token; else a slot out of bounds, where writes are dropped."""
@@ -170,6 +176,7 @@ class TokenBlock:
         count: tokens in each row, 0 in rows that stay unchanged.
         total: tokens that each row will reach, for fractional budgets.
         rope: the rotation by positions.
+        sinks: logit of each query head's attention sink. None without sinks.
     """
 
     q: Float[Array, "B S N H"]
@@ -179,6 +186,7 @@ class TokenBlock:
     count: Int[Array, " B"]
     total: Int[Array, " B"]
     rope: Rope = flax.struct.field(pytree_node=False)
+    sinks: Float[Array, " N"] | None = None
 
     @property
     def size(self) -> int:
@@ -208,13 +216,14 @@ class TokenBlock:
     def by_token(self) -> Token:
         """Return S tokens, stacked along a new first axis to scan over."""
         q, k, v, position = (jnp.swapaxes(x, 0, 1) for x in (self.q, self.k, self.v, self.positions))
-        return Token(q, k, v, position, self.rope)
+        sinks = self.sinks if self.sinks is None else jnp.broadcast_to(self.sinks, (self.size, *self.sinks.shape))
+        return Token(q, k, v, position, self.rope, sinks=sinks)
 
     def heads(self, kv_heads: np.ndarray) -> "TokenBlock":
         """Return some KV heads, with the query heads that read them."""
         queries = query_heads(kv_heads, self.q.shape[2] // self.k.shape[2])
         q, k, v = self.q[:, :, queries], self.k[:, :, kv_heads], self.v[:, :, kv_heads]
-        return dataclasses.replace(self, q=q, k=k, v=v)
+        return dataclasses.replace(self, q=q, k=k, v=v, sinks=self.sinks if self.sinks is None else self.sinks[queries])
 
 
 def _by_row(live: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:

@@ -18,6 +18,7 @@ from kvjax.config import Rope
 from kvjax.models import Params, transformer
 from kvjax.models.attention import causal_attention
 from kvjax.pallas_kernels.masking import MASKED
+from kvjax.pallas_kernels.sinks import softmax_with_sinks
 from kvjax.policies.duoattention import head_labels
 from kvjax.policies.profile import Labels
 
@@ -103,6 +104,7 @@ def gated_attention(
     recent: int,
     window: int | None = None,
     scale: float | None = None,
+    attention_sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Mix causal full attention (weight `gates` per head) with streaming attention over sinks and recent tokens.
 
@@ -115,6 +117,7 @@ def gated_attention(
         recent: number of last tokens that streaming attention sees, including the query's own.
         window: sliding attention window of the layer in tokens, if it has one.
         scale: factor on attention logits; None for 1 / sqrt(H).
+        attention_sinks: logit of each query head's attention sink, which is in both softmaxes; None without sinks.
     """
     batch, length, heads, dim = q.shape
     kv_heads, pos = k.shape[2], jnp.arange(length, dtype=jnp.int32)
@@ -126,7 +129,8 @@ def gated_attention(
     full = (distance >= 0) & (distance < (length if window is None else window))
     streaming = full & ((pos < sinks) | (distance < recent))
     share = gates[:, None, None, None]
-    probs = (jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1) for mask in (full, streaming))
+    beside = None if attention_sinks is None else attention_sinks.reshape(kv_heads, -1, 1)
+    probs = (softmax_with_sinks(jnp.where(mask, logits, MASKED), beside) for mask in (full, streaming))
     mixed = sum(part * weight for part, weight in zip(probs, (share, 1 - share), strict=True))
     out = jnp.einsum("bkgts,bskh->btkgh", jnp.asarray(mixed).astype(v.dtype), v)
     return out.reshape(batch, length, heads, dim)
@@ -162,7 +166,7 @@ def gate_values(
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             kind = config.layers[layer]
             if layer not in config.compressed:
-                return causal_attention(kind.attention, ropes[kind], q, k, v)
+                return causal_attention(kind.attention, ropes[kind], q, k, v, params.layers[layer].sinks)
             own = gates[config.compressed.index(layer)]
             mix = partial(
                 gated_attention,
@@ -170,6 +174,7 @@ def gate_values(
                 recent=settings.recent,
                 window=kind.attention.window,
                 scale=kind.attention.logit_scale,
+                attention_sinks=params.layers[layer].sinks,
             )
             # Attention is recomputed in the backward pass, as the attention weights of all layers would not fit in
             # memory.

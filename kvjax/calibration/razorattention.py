@@ -124,7 +124,15 @@ def match_scores(
         samples: random tokens, before they are repeated.
         settings: how heads are scored.
         progress: called with the number of finished samples and of all samples.
+
+    Raises:
+        ValueError: the model has attention sinks.
     """
+    if params.config.has_sinks:
+        raise ValueError(
+            "razorattention: scores of heads are not implemented for models with attention sinks, such as "
+            f"{params.config.family}. Use duoattention."
+        )
     found = []
     for i, sample in enumerate(samples):
         layers = record(params, np.tile(sample, settings.repeats)[None], Matches(len(sample)))

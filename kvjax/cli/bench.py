@@ -64,7 +64,8 @@ def bench(
     weights: Annotated[
         str,
         typer.Option(
-            metavar="KIND[,…]", help="float, int8 or int4: kind of all matrices, including embedding and head."
+            metavar="KIND[,…]",
+            help="float, int8 or int4: kind of all matrices, including embedding and head; mxfp4: experts, beside floats.",
         ),
     ] = "float",
     bandwidth: Annotated[

@@ -17,8 +17,13 @@ MOST_TOKENS = 2**31 - 1
 Norms = Literal["pre", "post", "both"]
 """Where a layer has RMS norms: before attention and MLP, after each, or both."""
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Activation of an MLP's gate, see `kvjax.pallas_kernels.activations`. "gelu_tanh" is the tanh approximation of GELU, and
+"clamped_swiglu" that of gpt-oss, which changes the up projection, too.
+"""
+
+Router = Literal["softmax", "sigmoid"]
+"""How a router turns logits into weights of experts: a softmax over all experts, or a sigmoid of each expert's logit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,7 @@ class AttentionConfig:
         query_period: positions after which the factor on queries grows; None without one.
         gated: whether outputs of heads are multiplied by the sigmoid of a projection of the layer's input. The query matrix
             then has [query, gate] of each head.
+        sinks: whether each query head has a learned logit that takes a share of every softmax, without a value.
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
@@ -57,6 +63,7 @@ class AttentionConfig:
     query_growth: float = 0.0
     query_period: int | None = None
     gated: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         """Check the values. A scale that is the default becomes None, so that equal layers are equal values."""
@@ -167,9 +174,10 @@ class MLPConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts of one layer. A token passes through the experts with the highest router probabilities.
+    """Mixture of experts of one layer. A token passes through the experts with the highest router weights.
 
-    The router's probabilities are a softmax over all experts, which weights the experts' outputs.
+    The router's weights multiply the experts' outputs. A sigmoid router has a learned bias for each expert, which is added
+    to the weights only to choose experts.
 
     Attributes:
         experts: E, number of experts.
@@ -179,6 +187,11 @@ class MoEConfig:
         shared: hidden units of an MLP through which all tokens pass; None without one.
         shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a projection of its input.
         activation: activation of the gates.
+        router: how the router turns logits into weights.
+        groups, groups_per_token: number of groups of consecutive experts, and of those that a token's experts are chosen
+            from. The chosen groups have the highest sum of two experts.
+        output_scale: factor on the weights of a token's experts, after `normalized`.
+        bias: whether the router and each expert's projections have a bias.
     """
 
     experts: int
@@ -188,11 +201,25 @@ class MoEConfig:
     shared: int | None = None
     shared_gate: bool = False
     activation: Activation = "silu"
+    router: Router = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    output_scale: float = 1.0
+    bias: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "experts", "per_token", "width")
+        _at_least_one(self, "experts", "per_token", "width", "groups", "groups_per_token")
         if self.per_token > self.experts:
             raise ValueError(f"per_token={self.per_token} must be at most experts={self.experts}")
+        if self.experts % self.groups or (self.groups > 1 and self.experts < 2 * self.groups):
+            raise ValueError(f"groups={self.groups} must divide experts={self.experts} into groups of at least 2")
+        if self.groups_per_token * self.experts < self.per_token * self.groups or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"groups_per_token={self.groups_per_token} must be at most groups={self.groups}, and these groups must have "
+                f"per_token={self.per_token} experts"
+            )
+        if not 0 < self.output_scale < 1e6:
+            raise ValueError(f"output_scale={self.output_scale} must lie between 0 and 1e6")
         if self.shared is not None:
             _at_least_one(self, "shared")
         elif self.shared_gate:
@@ -490,6 +517,11 @@ class ModelConfig:
     def qk_norm(self) -> bool:
         """Whether queries and keys of every layer are RMS-normalised."""
         return self._shared("mixer", "qk_norm")
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether a layer has attention sinks."""
+        return any(mixer.sinks for mixer in self.attention_kinds)
 
     @functools.cached_property
     def intermediate_size(self) -> int:

@@ -1,7 +1,22 @@
 """Configurations of well-known models, for benchmarks and memory plans that need no weights."""
 
+import dataclasses
+
 from .model import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
-from .rope import Llama3, RopeConfig
+from .rope import Llama3, RopeConfig, Yarn
+
+_GPT_OSS = LayerConfig(
+    AttentionConfig(
+        64,
+        8,
+        64,
+        RopeConfig(theta=150000.0, dim=64, scaling=Yarn(32.0, 4096, truncate=False)),
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+    ),
+    MoEConfig(experts=32, per_token=4, width=2880, bias=True, activation="clamped_swiglu"),
+)
 
 PRESETS = {
     "llama-3.1-8b": ModelConfig.uniform(
@@ -84,6 +99,14 @@ PRESETS = {
         norm_eps=1e-6,
         norm_offset=1.0,
     ),
+    "gpt-oss-20b": ModelConfig(
+        family="gpt_oss",
+        vocab_size=201088,
+        hidden_size=2880,
+        layers=(dataclasses.replace(_GPT_OSS, mixer=dataclasses.replace(_GPT_OSS.mixer, window=128)), _GPT_OSS) * 12,
+        max_position=131072,
+        norm_offset=0.0,
+    ),
     "smollm2-135m": ModelConfig.uniform(
         family="llama",
         vocab_size=49152,
@@ -107,6 +130,7 @@ _HUB = {
     "qwen/qwen2.5-7b": "qwen2.5-7b",
     "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
     "qwen/qwen3.5-9b": "qwen3.5-9b",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
     "huggingfacetb/smollm2-135m": "smollm2-135m",
 }
 """Presets by Hugging Face hub id of the base model, in lower case."""

@@ -76,10 +76,12 @@ def read(params: Params, tokens: Sequence[int], mesh: Mesh | str | None = None) 
         mesh: devices to run over, as for `kvjax.Engine`. There is one text, which devices along "data" repeat.
 
     Raises:
-        ValueError: the text is empty.
+        ValueError: the text is empty, or the model has attention sinks.
     """
     if not len(tokens):
         raise ValueError("the text is empty; give a prompt and at least one token more")
+    if params.config.has_sinks:
+        raise ValueError(f"fidelity is not implemented for models with attention sinks, such as {params.config.family}")
     params, mesh = on_mesh(params, mesh)
     shard = get_shard(mesh, params.config)
     specs = tuple(spec.on(shard) for spec in layer_specs(params.config, shard.data, len(tokens), 0, params.dtype))

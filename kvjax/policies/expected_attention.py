@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 import einops
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock
+from kvjax.pallas_kernels.sinks import softmax_with_sinks
 
 from .families.scoring import PromptScorer, PromptScorerLayer
 from .fields import check_fields
@@ -80,7 +80,8 @@ class ExpectedAttention(PromptScorer):
         quadratic = jnp.einsum("btkh,bkghj,btkj->bkgt", keys, covariance, keys) * spec.scale**2 / 2
         inside = jnp.swapaxes(inside, 1, 2)[:, :, None]
         logits = jnp.where(inside, linear + quadratic, -jnp.inf)
-        expected = jnp.mean(jax.nn.softmax(logits, axis=-1, where=inside), axis=2)
+        sinks = prompt.sinks if prompt.sinks is None else prompt.sinks.reshape(spec.num_kv_heads, -1)
+        expected = jnp.mean(softmax_with_sinks(logits, sinks, where=inside), axis=2)
         return (expected + self.epsilon) * jnp.linalg.norm(prompt.v.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
     def _future_query(

@@ -181,7 +181,7 @@ def without_model(replay: Replay, spec: LayerSpec, prompt: PromptKV) -> Any:
         start = jnp.full_like(prompt.lengths, at)
         count = jnp.clip(prompt.lengths - start, 0, size)
         own_q, own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=1) for x in (q, k, v))
-        block = TokenBlock(own_q, own_k, own_v, prompt.lengths, count, prompt.total, spec.rope)
+        block = TokenBlock(own_q, own_k, own_v, prompt.lengths, count, prompt.total, spec.rope, prompt.sinks)
         return replay.observe(spec, Part(held, block, start, count, jnp.zeros((), jnp.int32), around, prepared))
 
     return over_parts(replay, prompt.size, prompt.lengths - replay.skipped, read)

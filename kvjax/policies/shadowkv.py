@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Rotated, Token
 from kvjax.pallas_kernels import decode_attention, heads_of, top_k
+from kvjax.pallas_kernels.sinks import with_sinks
 
 from .base import Policy
 from .budget import budget_rows, budget_tokens, check_least
@@ -212,7 +213,8 @@ class ShadowKVLayer(SparseLayer[ShadowKV]):
         parts = [self._attended(kept, token) for kept in (rebuilt, state.cache)]
         share = jax.nn.sigmoid(parts[0].logsumexp - parts[1].logsumexp)[..., None]
         out, exact = (part.out.astype(jnp.float32) for part in parts)
-        return (share * out + (1 - share) * exact).astype(token.q.dtype)
+        total = jnp.logaddexp(parts[0].logsumexp, parts[1].logsumexp)
+        return with_sinks(share * out + (1 - share) * exact, total, token.sinks).astype(token.q.dtype)
 
     def view(self, state: ShadowCache) -> LayerCache:
         """All tokens, with the prompt's keys rebuilt where they are not exact."""

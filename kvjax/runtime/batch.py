@@ -22,6 +22,7 @@ from kvjax.cache import LayerSpec, bucket
 from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device
+from kvjax.pallas_kernels.device import target
 from kvjax.policies import Policy
 from kvjax.policies.layer import held_bytes
 from kvjax.policies.unbound import check_no_host_cache
@@ -39,6 +40,12 @@ READ_PARTS = 1, 2, 3, 4, 6, 8
 
 LEAST_READ = 128
 """Such sizes are rounded up to a multiple of it."""
+
+TOGETHER = 2_048
+"""Tokens that are enough for matmuls to keep a GPU busy. Short prompts of a list are read together up to it."""
+
+MOST_TOGETHER = 8
+"""Maximum number of prompts that are read together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +130,9 @@ class Batch:
             chunked prefill with anchor "start".
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
+        read_together: maximum number of tokens, padding included, of short prompts that are read together. GPUs multiply few
+            tokens at a fraction of their speed. The number of prompts follows from their padded length, and missing ones
+            are replaced by copies. So results do not depend on how many wait. By default each is read alone.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
             need less memory.
 
@@ -149,6 +159,7 @@ class Batch:
         anchor: Anchor = "end",
         prefixes: int = 0,
         read_sizes: Sequence[int] | None = None,
+        read_together: int = 0,
         mixed: bool = True,
         dtype: Any = None,
         mesh: Mesh | str | None = None,
@@ -187,6 +198,7 @@ class Batch:
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
         self.read_sizes = sorted({min(size, longest) for size in (*(read_sizes or parts), longest)})
+        self.read_tokens = 0 if self.engine.block else read_together
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
         self.state: Rows | None = None
@@ -222,11 +234,48 @@ class Batch:
 
     def read(self, job: Job) -> Reading:
         """Prefill a job's prompt, whole."""
-        self.check(job)
-        tokens = np.zeros((1, self.read_size(len(job.prompt))), np.int32)
-        tokens[0, : len(job.prompt)] = job.prompt
-        lengths, total = _numbers([len(job.prompt)]), _numbers([job.total])
-        return programs.read(self.policy, self.reader, self.weights, tokens, lengths, total)
+        return self.read_each([job])[0]
+
+    def read_each(self, jobs: Sequence[Job]) -> list[Reading]:
+        """Prefill the prompts of some jobs, whole and at once.
+
+        Args:
+            jobs: at most as many as `together` says, all with the same padded length.
+
+        Returns:
+            A reading for each job.
+        """
+        for job in jobs:
+            self.check(job)
+        size, most = self.together(jobs[0])
+        padded = [*jobs, *[jobs[0]] * (most - len(jobs))]
+        tokens = np.zeros((most, size), np.int32)
+        for own, job in zip(tokens, padded, strict=True):
+            own[: len(job.prompt)] = job.prompt
+        lengths, total = _numbers([len(job.prompt) for job in padded]), _numbers([job.total for job in padded])
+        if most == 1:
+            return [programs.read(self.policy, self.reader, self.weights, tokens, lengths, total)]
+        return list(programs.read_each(self.policy, self._reader(most), self.weights, tokens, lengths, total))[
+            : len(jobs)
+        ]
+
+    def together(self, job: Job) -> tuple[int, int]:
+        """Padded length of a job's prompt, and how many prompts of that length are read together.
+
+        Prompts that are read in blocks, and those of jobs that do not fit, are read alone.
+        """
+        try:
+            self.check(job)
+        except ValueError:
+            return len(job.prompt), 1
+        if self.engine.block:
+            return len(job.prompt), 1
+        size = self.read_size(len(job.prompt))
+        return size, max(min(self.read_tokens // size, MOST_TOGETHER, self.rows), 1)
+
+    def _reader(self, rows: int) -> tuple[LayerSpec, ...]:
+        """Layers for reading so many prompts."""
+        return tuple(dataclasses.replace(spec, batch=rows) for spec in self.reader)
 
     def read_size(self, length: int) -> int:
         """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
@@ -265,12 +314,14 @@ class Batch:
                 self.prefixes.put(keys[i - 1], programs.copy(self.policy, self.reader, reading))
             yield reading, i == len(parts)
 
-    def reading(self, job: Job) -> Iterator[tuple[Reading, bool]]:
-        """Prefill a job's prompt, whole or in blocks. Yields the reading after each part, and whether it is complete."""
+    def reading(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Reading], bool]]:
+        """Prefill prompts, one in blocks or some whole. Yields a reading for each after each part, and whether they are complete."""
         if self.engine.block:
-            yield from self._read_blocks(job)
+            (job,) = jobs
+            for reading, complete in self._read_blocks(job):
+                yield [reading], complete
         else:
-            yield self.read(job), True
+            yield self.read_each(jobs), True
 
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
@@ -387,15 +438,16 @@ class Batch:
         one, count, flag = shape((1,), jnp.int32), shape((), jnp.int32), shape((), bool)
         logits = shape((1, self.engine.config.vocab_size), jnp.float32)
         reading = jax.tree.map(_shape, programs.begin.shapes(self.policy, self.reader, one, logits))
-        model = self.policy, self.reader, self.weights
+        most = 1
         if self.engine.block:
-            block = shape((1, self.engine.block), jnp.int32)
+            model, block = (self.policy, self.reader, self.weights), shape((1, self.engine.block), jnp.int32)
             read: list[tuple[Any, tuple[Any, ...]]] = [(programs.read_block, (*model, reading, block, one, one))]
             if self.prefixes.most:
                 read.append((programs.copy, (self.policy, self.reader, reading)))
         else:
-            sizes = sorted({self.read_size(length) for length in lengths})
-            read = [(programs.read, (*model, shape((1, size), jnp.int32), one, one)) for size in sizes]
+            sizes = sorted({self.together(Job(range(length), 1)) for length in lengths})
+            most = max(most for _, most in sizes)
+            read = [self._read_call(*size) for size in sizes]
         serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), flag
         decode = [
             (programs.serve, serve),
@@ -404,8 +456,16 @@ class Batch:
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
         weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
-        stored = self.row_bytes * self.prefixes.most
-        return stored + max(found[0] + self.row_bytes, weights + found[1], *(held + each for each in found[2:]))
+        stored, ready = self.row_bytes * self.prefixes.most, self.row_bytes * most
+        waiting = ready - self.row_bytes  # an inserted one is an argument of its program
+        return stored + max(found[0] + ready, weights + found[1] + waiting, *(held + each for each in found[2:]))
+
+    def _read_call(self, size: int, most: int) -> tuple[Any, tuple[Any, ...]]:
+        """Program and shapes of arguments for reading `most` prompts padded to `size`."""
+        shape = jax.ShapeDtypeStruct
+        program, specs = (programs.read, self.reader) if most == 1 else (programs.read_each, self._reader(most))
+        numbers = shape((most,), jnp.int32)
+        return program, (self.policy, specs, self.weights, shape((most, size), jnp.int32), numbers, numbers)
 
     def _request(self, jobs: Sequence[Job], allowed: Any = None) -> Request:
         """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` is for a single job."""
@@ -457,6 +517,11 @@ class Batch:
 
 
 _NOTHING = Job((), 0)
+
+
+def tokens_together() -> int:
+    """Value of `read_together` for many prompts that wait at once, on this device. A CPU gains nothing from it."""
+    return 0 if target().platform == "cpu" else TOGETHER
 
 
 def _numbers(values: Sequence[int]) -> Any:

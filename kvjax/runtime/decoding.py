@@ -20,7 +20,9 @@ from kvjax._util.any_rank import any_rank
 from kvjax._util.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
+from kvjax.models.attention import joined
 from kvjax.models.sharding import is_of_one_process, partitions
+from kvjax.pallas_kernels.device import target
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
@@ -193,6 +195,8 @@ def decode_loop(
     """
     compression = Compression(policy, specs)
     layers = compression.layers
+    if target().platform == "gpu" and specs[0].batch > FEW_ROWS:
+        params = joined(params)
 
     def body(loop: Loop, waiting: Any = None) -> Loop:
         i, state, *buffers = loop
@@ -299,27 +303,8 @@ def _decode(
     sampler: Sampler,
     ends: Int[Array, " E"],
 ) -> tuple[Decoding, Int[Array, "B M"], Float[Array, "B M"]]:
-    rows = state.token.shape[0]
-    buffers = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
-
-    def should_continue(loop: Loop) -> Array:
-        i, state, _, _ = loop
-        return (i < count) & ~jnp.all(state.done)
-
-    def sample(loop: Loop, logits: Array, live: None) -> Loop:
-        i, state, tokens, logprobs = loop
-        token, logprob = sample_token(logits, sampler, state.seed, state.pos + 1)
-        state = state.replace(
-            token=token,
-            pos=state.pos + 1,
-            steps=state.steps + 1,
-            done=state.done | jnp.isin(token, ends),
-        )
-        return i + 1, state, tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
-
-    start = jnp.zeros((), jnp.int32), state, *buffers
-    _, *ended = decode_loop(policy, specs, params, should_continue, lambda loop: loop[1].token, sample, start)
-    return _gathered(specs[0].shard, *ended)
+    given = jnp.zeros((state.token.shape[0], 0), jnp.int32)
+    return _answer(policy, specs, params, state, given, jnp.zeros_like(state.pos), count, sampler, ends)
 
 
 def _answer(
@@ -336,35 +321,34 @@ def _answer(
     rows, size = given.shape
     buffers = jnp.zeros((rows, size + CHUNK), jnp.int32), jnp.zeros((rows, size + CHUNK), jnp.float32)
     row = jnp.arange(rows, dtype=jnp.int32)
-    state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
-    longest = specs[0].shard.max_over_data(jnp.max(lengths))
+    state = dataclasses.replace(state, done=state.done & (lengths == 0))
+    before = jnp.maximum(lengths, 1) - 1  # steps before the first sample that counts
+    steps = specs[0].shard.max_over_data(jnp.max(before)) + count
 
     def should_continue(loop: Loop) -> Array:
         i, state, _, _ = loop
-        return (i < longest + count - 1) & ~jnp.all(state.done)
+        return (i < steps) & ~jnp.all(state.done)
 
-    def read(loop: Loop) -> Array:
+    def token(loop: Loop) -> Array:
         i, state, _, _ = loop
-        return jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token)
+        return jnp.where(i < lengths, given[:, jnp.minimum(i, size - 1)], state.token) if size else state.token
 
     def sample(loop: Loop, logits: Array, live: None) -> Loop:
         i, state, tokens, logprobs = loop
         token, logprob = sample_token(logits, sampler, state.seed, state.pos + 1)
-        sampled = i + 1 - lengths  # index of the sample among those after the row's last given token
-        column = jnp.where(
-            sampled < 0, size + CHUNK, sampled
-        )  # an index out of range drops the sample while the row still processes given tokens
+        counts = i >= before
+        column = jnp.where(counts, i - before, size + CHUNK)  # out of bounds: dropped
         state = state.replace(
             token=token,
             pos=state.pos + 1,
             steps=state.steps + 1,
-            done=state.done | ((sampled >= 0) & jnp.isin(token, ends)),
+            done=state.done | (counts & jnp.isin(token, ends)),
         )
         tokens = tokens.at[row, column].set(token, mode="drop")
         return i + 1, state, tokens, logprobs.at[row, column].set(logprob, mode="drop")
 
     start = jnp.zeros((), jnp.int32), state, *buffers
-    _, *ended = decode_loop(policy, specs, params, should_continue, read, sample, start)
+    _, *ended = decode_loop(policy, specs, params, should_continue, token, sample, start)
     return _gathered(specs[0].shard, *ended)
 
 
@@ -484,12 +468,12 @@ answer = Program(
 )
 """`answer(policy, specs, params, state, given, lengths, count, sampler, ends)`: append given tokens to the caches, then sample.
 
-Row b processes `given[b, :lengths[b]]`, at least one token, from the state's position on. They replace the state's
-sampled token. What is kept of earlier tokens was chosen before they came. Rows with fewer given tokens begin to sample
+Row b processes `given[b, :lengths[b]]` from the state's position on. They replace the state's sampled token. A row without
+given tokens goes on as in `decode`. What is kept of earlier tokens was chosen before they came. Rows with fewer given tokens begin to sample
 earlier and sample more. The program stops when the row with the most given tokens has sampled `count` <= `CHUNK`
 tokens, or when all rows are done. Returns the new state (the old state's memory is reused), and tokens and
 log-probabilities, with each row's samples from column 0. The number of samples in row b is the growth of `state.steps`
-minus `lengths[b] - 1`.
+minus `max(lengths[b], 1) - 1`.
 """
 
 extend = Program(

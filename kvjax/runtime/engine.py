@@ -475,23 +475,25 @@ class Engine:
 
         Args:
             state: the state to continue from.
-            given: at least one token id per sequence.
+            given: token ids for each sequence. One without any goes on from its sampled token.
             count: number of tokens to sample after the longest given row, 1 to `decoding.CHUNK`. `decode` samples more.
             sampler, eos_ids: as for `prefill`.
             size: length that `given` is padded to; by default a bucket.
 
         Raises:
             ValueError: the state is of another engine, too many tokens are given or requested, there is not one row per
-                sequence, or a row is empty, too long or has an invalid token id.
+                sequence, or a row is too long or has an invalid token id.
             RuntimeError: the state has been used up.
         """
         self._check(state)
         size = None if size is None else whole("size", size, 1)
-        check_ids(given, self.batch, self.max_new_tokens if size is None else size, self.config.vocab_size, "given row")
+        check_ids(
+            given, self.batch, self.max_new_tokens if size is None else size, self.config.vocab_size, "given row", 0
+        )
         count = whole("count", count, 1)
         if count > decoding.CHUNK:
             raise ValueError(f"count={count}; give {decoding.CHUNK} or fewer, and have `decode` sample the others")
-        self._check_room(state, max(map(len, given)) + count - 1)
+        self._check_room(state, max(*map(len, given), 1) + count - 1)
         tokens = decoding.padded(given, size)
         return self._going_on(decoding.answer, state, *tokens, np.asarray(count, np.int32), *self.how(sampler, eos_ids))
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax._util.arguments import amount, short, whole
-from kvjax.cache import Shard, layer_specs
+from kvjax.cache import Shard, bucket, layer_specs
 from kvjax.models import Params
 from kvjax.models.sharding import bytes_per_device, get_mesh, mesh_of
 from kvjax.policies import Full, Policy, PolicyError, get_policy
@@ -698,7 +698,7 @@ class Run:
             tokens = on_host(state.token)
         if not last.again:
             self._count_bytes(engine)
-        given = rest if rest[0] else None
+        given, room = (rest, bucket(max(map(len, rest)))) if rest[0] else (None, 0)
         most = max(self.most_tokens(row) - row.again for row in rows if row.stop_reason is None)
         if given is None:
             self._collect(rows, tokens[:, None], on_host(first)[:, None], [1] * len(rows))
@@ -712,12 +712,12 @@ class Run:
             with self._timed(engine, "decode_seconds"):
                 if given is None:
                     state, new, logprobs = engine.decode(state, count, *how())
-                else:
-                    state, new, logprobs = engine.answering(state, given, count, *how())()
+                else:  # also when they have been processed, so that it is one program
+                    state, new, logprobs = engine.answering(state, given, count, *how(), size=room)()
                 done, steps = steps, int(state.steps)
-            counts = [steps - done - (0 if given is None else ahead) for ahead in before]
+            counts = [steps - done - (0 if done or given is None else ahead) for ahead in before]
             self._collect(rows, np.asarray(new), np.asarray(logprobs), counts)
-            given = None
+            given = None if given is None else [[] for _ in rows]
         if engine.host_cache_bytes:
             selected, found = hits(state.caches)
             self.selected, self.found = self.selected + selected, self.found + found

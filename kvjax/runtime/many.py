@@ -17,7 +17,7 @@ from kvjax.models.sharding import along_data, bytes_per_device
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
-from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.batch import Batch, Job, tokens_together
 from kvjax.runtime.kept_state import kept
 from kvjax.runtime.memory import memory_limit
 from kvjax.runtime.reading import rows_together
@@ -228,6 +228,7 @@ def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
         given=max(len(row.question) for row in rows),
         ends=max(max(len(row.request.ends) for row in rows), 1),
         sampling=kinds,
+        read_together=tokens_together(),
         mixed=len({bucket(len(row.prompt)) for row in rows}) > 1,
         mesh=mesh,
     )

@@ -21,7 +21,7 @@ from kvjax.models import Params
 from kvjax.models.sharding import along_data
 from kvjax.policies import Policy, get_policy
 from kvjax.runtime import logprobs
-from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.batch import Batch, Job, tokens_together
 from kvjax.runtime.mesh import policy_shard
 from kvjax.runtime.prompts import PromptLike, check_ids, refuse_rows, row_error, token_ids
 from kvjax.runtime.request import check_request
@@ -101,6 +101,7 @@ class Rollouts:
                 ends=max(len(params.config.eos), 8),
                 sampling={"temperature", *filters},
                 scaled_logprobs=scaled_logprobs,
+                read_together=tokens_together(),
                 mesh=devices,
             )
             for weights, devices in parts

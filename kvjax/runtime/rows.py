@@ -111,6 +111,18 @@ def _read(
     return Reading(caches, logits, lengths)
 
 
+def _read_each(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    total: Int[Array, " R"],
+) -> tuple[Reading, ...]:
+    together = _read(policy, specs, params, tokens, lengths, total)
+    return tuple(jax.tree.map(lambda x, i=i: x[i : i + 1], together) for i in range(tokens.shape[0]))
+
+
 def _begin(policy: Policy, specs: Specs, total: Int[Array, " R"], logits: Float[Array, "R V"]) -> Reading:
     return Reading(empty_caches(policy, specs, total), logits, jnp.zeros_like(total))
 
@@ -212,6 +224,10 @@ def _reading_partitions(policy: Policy, specs: Specs) -> Any:
     return Reading(state_partitions(policy, specs), ROWS, ROWS)  # pyright: ignore[reportArgumentType]
 
 
+def _each_partitions(policy: Policy, specs: Specs) -> Any:
+    return (_reading_partitions(policy, specs),) * specs[0].batch
+
+
 def _over_mesh(arguments: Any, results: Any) -> Any:
     """Partitions of a program, from functions of its policy and specs (or partitions) for its arguments and results."""
 
@@ -244,6 +260,14 @@ read = Program(
 
 `total` is the final length of each sequence, including new tokens.
 """
+
+read_each = Program(
+    _read_each,
+    static=2,
+    gpu_options=prefill_options,
+    partition=_over_mesh((partitions, ROWS, ROWS, ROWS), _each_partitions),
+)
+"""`read_each(policy, specs, params, tokens, lengths, total)`: as `read`, but returns a reading for each prompt."""
 
 begin = Program(_begin, static=2, partition=_over_mesh((ROWS, ROWS), _reading_partitions))
 """`begin(policy, specs, total, logits)`: begin to prefill in blocks. `logits` gives the shape of those to come."""

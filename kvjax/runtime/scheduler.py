@@ -41,7 +41,8 @@ class Runner(Protocol):
     def rows(self) -> int: ...
     @property
     def reused(self) -> int: ...
-    def reading(self, job: Any) -> Iterator[Any]: ...
+    def together(self, job: Any) -> tuple[Any, int]: ...
+    def reading(self, jobs: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
     def restrict(self, allowed: Any) -> None: ...
@@ -100,6 +101,7 @@ class Scheduler:
 
     Attributes:
         most_rows: number of rows to fill.
+        most_jobs: number of jobs to hold at a time, read or running; None is no limit.
         row_steps: number of rows times steps so far.
         delivered: how many of them sampled a token.
         lost: the error of the last turn, if it ended all running jobs; None if it did not.
@@ -116,11 +118,12 @@ class Scheduler:
     ) -> None:
         self.batch, self.steps, self.block_calls, self.on_end = batch, steps, block_calls, on_end
         self.most_rows = batch.rows
+        self.most_jobs: int | None = None
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
-        self._reading: tuple[list[Ticket], Iterator[Any]] | None = None
-        self._ready: tuple[list[Ticket], Any] | None = None
+        self._reading: tuple[list[list[Ticket]], Iterator[Any]] | None = None
+        self._ready: deque[tuple[list[Ticket], Any]] = deque()
         self._under_way: deque[_Started | _Served] = deque()
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
@@ -140,7 +143,8 @@ class Scheduler:
     @property
     def begun(self) -> int:
         """Number of jobs whose prompt is being read, or that wait for a row with it."""
-        return sum(len(each[0]) for each in (self._reading, self._ready) if each is not None)
+        reading = [] if self._reading is None else self._reading[0]
+        return sum(map(len, reading)) + sum(len(tickets) for tickets, _ in self._ready)
 
     @property
     def running(self) -> int:
@@ -212,19 +216,18 @@ class Scheduler:
         """Read waiting prompts, and insert them into free rows."""
         blocks = 0
         while self._has_room() and (self._reading or self._waiting or self._ready):
-            if self._ready is None and not self._read(blocks):
+            if not self._ready and not self._read(blocks):
                 return
             blocks += 1
-            if self._ready is None:
-                continue
-            self._insert(*self._ready)
+            if self._ready:
+                self._insert(*self._ready[0])
 
     def _insert(self, tickets: list[Ticket], reading: Any) -> None:
         """Insert what was read into free rows, once for each job that asked for it."""
         while tickets and self._has_room():
             ticket = tickets.pop(0)
             if not tickets:  # before anything fails
-                self._ready = None
+                self._ready.popleft()
             if ticket.ended is not None:
                 continue
             allowed = None if ticket.job.grammar is None else self._allowed(ticket)
@@ -242,30 +245,46 @@ class Scheduler:
         return bool(self._free) and len(self._owners) < self.most_rows
 
     def _read(self, blocks: int) -> bool:
-        """Read one block, or one whole prompt. False if rows that are live have waited long enough."""
+        """Read one block, or whole prompts. False if rows that are live have waited long enough."""
         if blocks >= self.block_calls and self._owners and self._reading is not None:
             return False
         if self._reading is None:
-            tickets = self._waiting.popleft()
-            self._reading = tickets, self.batch.reading(tickets[0].job)
-        tickets, parts = self._reading
-        if all(ticket.ended is not None for ticket in tickets):
+            groups = self._next()
+            self._reading = groups, self.batch.reading([tickets[0].job for tickets in groups])
+        groups, parts = self._reading
+        all_tickets = [ticket for tickets in groups for ticket in tickets]
+        if all(ticket.ended is not None for ticket in all_tickets):
             self._reading = None
             return True
         try:
-            reading, complete = next(parts)
-        except Exception as error:  # of this prompt alone
+            readings, complete = next(parts)
+        except Exception as error:  # of these prompts alone
             self._reading = None
-            for ticket in tickets:
+            for ticket in all_tickets:
                 if ticket.ended is None:
                     ticket.ended, ticket.error = "failed", error
                 self._under_way.append(_Started(ticket, None))
             return True
         if complete:
-            for ticket in tickets:
+            for ticket in all_tickets:
                 ticket.reused = self.batch.reused
-            self._ready, self._reading = (tickets, reading), None
+            self._ready.extend(zip(groups, readings, strict=True))
+            self._reading = None
         return True
+
+    def _next(self) -> list[list[Ticket]]:
+        """Take the next prompt from the queue, and others that are read together with it. Each has a list of jobs."""
+        groups = [self._waiting.popleft()]
+        kind = self.batch.together(groups[0][0].job)
+        most, held = kind[1], self.running + len(groups[0])
+        for tickets in list(self._waiting) if most > 1 else ():
+            if len(groups) == most or (self.most_jobs is not None and held + len(tickets) > self.most_jobs):
+                break
+            if self.batch.together(tickets[0].job) == kind:
+                self._waiting.remove(tickets)
+                groups.append(tickets)
+                held += len(tickets)
+        return groups
 
     def _release(self) -> None:
         """Empty rows that have ended and that no prompt waits for."""
@@ -413,6 +432,6 @@ class Schedulers:
         share = -(-(self.waiting + sum(each.running for each in self._each)) // len(self._each))
         changed: list[Ticket] = []
         for each in self._each:
-            each.most_rows = min(share, each.batch.rows)
+            each.most_rows, each.most_jobs = min(share, each.batch.rows), share
             changed += each.turn()
         return changed

@@ -11,6 +11,7 @@ from ..gradients import differentiable
 from ..head_shards import query_heads
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
+from ..sinks import with_sinks
 from .packed import Bits
 from .types import Attended, CacheShard, Factors, PackedSlots, Rotation
 
@@ -41,6 +42,7 @@ def decode_attention(
     rotation: Rotation | None = None,
     factors: Factors | None = None,
     probs: bool = False,
+    sinks: Float[Array, " N"] | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Attended:
@@ -58,6 +60,8 @@ def decode_attention(
             StreamingLLM).
         factors: factors of each slot's key and value, for `k` and `v` in 8-bit floats (float8_e4m3fn).
         probs: whether to return each slot's probability, from which H2O, TOVA and TreeKV score slots.
+        sinks: logit of each query head's attention sink, which is in the denominator of the softmax (gpt-oss). It is not
+            part of the log-sum-exp. With `probs`, XLA computes this case.
         implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
             `kvjax.pallas_kernels.op`.
         interpret: run the Pallas kernel in interpret mode, on any device.
@@ -68,8 +72,12 @@ def decode_attention(
     Raises:
         Unsupported: the requested implementation does not support this case.
     """
-    options = {"scale": scale, "rotation": rotation, "factors": factors, "probs": probs}
-    return _DECODE(q, k, v, weight, **options, implementation=implementation, interpret=interpret)
+    options: dict[str, Any] = {"scale": scale, "rotation": rotation, "factors": factors, "probs": probs}
+    options |= {"implementation": implementation, "interpret": interpret}
+    if sinks is not None and probs:  # which are means over query heads, so that they cannot be scaled afterwards
+        return _DECODE(q, k, v, weight, sinks=sinks, **options)
+    attended = _DECODE(q, k, v, weight, **options)
+    return attended._replace(out=with_sinks(attended.out, attended.logsumexp, sinks))
 
 
 def sharded_decode_attention(

@@ -31,9 +31,16 @@ LANES = 128
 
 
 def unsupported_reason(
-    q: Array | DeferredRope, k: Array, *_: Any, rotation: Rotation | None = None, **__: Any
+    q: Array | DeferredRope,
+    k: Array,
+    *_: Any,
+    rotation: Rotation | None = None,
+    sinks: Array | None = None,
+    **__: Any,
 ) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
+    if sinks is not None:
+        return "probabilities beside attention sinks are requested"
     dim = k.shape[-1]
     if dim % 16 or dim > 256:
         return f"head dim {dim} is not a multiple of 16 up to 256"

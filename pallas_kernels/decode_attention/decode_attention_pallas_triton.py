@@ -40,9 +40,12 @@ def unsupported_reason(
     *_: Any,
     rotation: Rotation | None = None,
     factors: Factors | None = None,
+    sinks: Array | None = None,
     **__: Any,
 ) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
+    if sinks is not None:
+        return "probabilities beside attention sinks are requested"
     queries = parts_of(q)[0]
     group = queries.shape[1] // k.shape[1]
     if factors is None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
 from ..rotary import DeferredRope, heads_of, parts_of, rotate_halves
+from ..sinks import with_sinks
 from .packed import Bits, blocks, run_slots, unpack
 from .types import Attended, Factors, PackedSlots, Rotation
 
@@ -26,6 +27,7 @@ def decode_attention(
     rotation: Rotation | None = None,
     factors: Factors | None = None,
     probs: bool = False,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Attended:
     """Softmax attention over cache slots; see the public function."""
     if factors is not None:  # exact: 8-bit floats are also numbers of the queries' dtype
@@ -48,7 +50,11 @@ def decode_attention(
     values = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
     weights = share if factors is None else share * jnp.where(live, factors.v, 0.0)[:, :, None]
     out = jnp.einsum("bkgc,bkch->bkgh", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-    logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+    # The logarithm of 0 has no derivative, and `sinks` give the log-sum-exp one.
+    logsumexp = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    if sinks is not None:
+        sinks = sinks.reshape(grouped.shape[1:3])
+        out, share = (with_sinks(x, logsumexp[..., 0], sinks) for x in (out, share))
     return Attended(
         out.reshape(batch, heads, dim).astype(q.dtype),
         logsumexp.reshape(batch, heads),

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
 from ..projection import Matrix
+from .tiles import Biases
 
 
 def _prefer_xla_reason(*_: Any, **__: Any) -> str:
@@ -27,6 +28,7 @@ def expert_mlp(
     gate: Matrix,
     up: Matrix,
     down: Matrix,
+    biases: Biases | None = None,
     *,
     activation: str = "silu",
     total: int | None = None,
@@ -43,7 +45,8 @@ def expert_mlp(
         weights: factors of the experts' outputs.
         gate, up: matrices [EF, D], expert after expert, outputs first.
         down: matrices [ED, F], expert after expert, outputs first.
-        activation: "silu" or "gelu_tanh".
+        biases: biases of the three projections, expert after expert. XLA computes this case.
+        activation: "silu", "gelu_tanh" or "clamped_swiglu", see `kvjax.pallas_kernels.activations`. XLA computes the last.
         total: number of experts of which the matrices have a part, in which case some of a token's experts are ignored.
             None if they have all.
         implementation: "auto" is XLA until the Pallas kernels for GPUs ("gpu") have run on one.
@@ -56,4 +59,4 @@ def expert_mlp(
         Unsupported: the requested implementation does not support this case.
     """
     options = {"activation": activation, "total": total, "implementation": implementation, "interpret": interpret}
-    return _OP(x, experts, weights, gate, up, down, **options)
+    return _OP(x, experts, weights, gate, up, down, biases, **options)

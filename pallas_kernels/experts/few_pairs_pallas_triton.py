@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..activations import ACTIVATIONS
 from ..projection.types import FEW_ROWS
-from ..triton import backend, triton_call
+from ..triton import backend, dividing_block, triton_call
 from ..tuning import tuned
-from .tiles import unsupported
+from .tiles import Biases, unsupported
 
 FEW_PAIRS = 128
 """Maximum number of pairs of a token and an expert."""
@@ -30,12 +30,21 @@ OUTPUTS = 16
 
 
 def unsupported_reason(
-    x: Array, experts: Array, weights: Array, gate: Any, up: Any, down: Any, *, activation: str, total: int | None
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate: Any,
+    up: Any,
+    down: Any,
+    biases: Biases | None = None,
+    *,
+    activation: str,
+    total: int | None,
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
     if x.shape[0] > FEW_ROWS or experts.size > FEW_PAIRS:
         return f"{x.shape[0]} tokens with {experts.size} pairs are more than {FEW_ROWS} or {FEW_PAIRS}"
-    return unsupported(x, gate, up, down)
+    return unsupported(x, gate, up, down, biases, activation)
 
 
 def expert_mlp(
@@ -45,6 +54,7 @@ def expert_mlp(
     gate: Float[Array, "EF D"],
     up: Float[Array, "EF D"],
     down: Float[Array, "ED F"],
+    biases: None = None,
     *,
     activation: str,
     total: int | None,
@@ -85,12 +95,12 @@ def _call(
     options = {"experts": down.shape[0] // dim, "padded": padded}
     call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
     hidden = call(
-        functools.partial(_hidden, **options, inputs=_divisor(dim, inputs), activation=activation),
+        functools.partial(_hidden, **options, inputs=dividing_block(dim, inputs), activation=activation),
         grid=(count, width // OUTPUTS),
         out_shape=jax.ShapeDtypeStruct((count, width), x.dtype),
     )(pairs, x, gate, up)
     return call(
-        functools.partial(_outputs, **options, rows=rows, inputs=_divisor(width, 2 * inputs)),
+        functools.partial(_outputs, **options, rows=rows, inputs=dividing_block(width, 2 * inputs)),
         grid=(count, dim // OUTPUTS),
         out_shape=jax.ShapeDtypeStruct((count, dim), jnp.float32),
     )(pairs, hidden, down)
@@ -100,11 +110,6 @@ def _sizes(rows: int, dim: int, width: int) -> dict[str, int]:
     """Return block sizes, those of `gated_projection` by default: inputs read at a time, warps and stages."""
     case = {"rows": rows, "inputs": dim, "hidden": width}
     return tuned("expert_mlp", case, {"inputs": 128, "warps": 1, "stages": 3})
-
-
-def _divisor(size: int, most: int) -> int:
-    """Return the largest power of two up to `most` that divides `size`."""
-    return min(most, size & -size)
 
 
 def _hidden(

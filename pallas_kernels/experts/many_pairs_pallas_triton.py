@@ -20,17 +20,26 @@ from ..activations import ACTIVATIONS
 from ..products import dot
 from ..triton import backend, triton_call
 from ..tuning import tuned
-from .tiles import sorted_pairs, tile_size, tiles, unsupported
+from .tiles import Biases, sorted_pairs, tile_size, tiles, unsupported
 
 AT_A_TIME = 4096
 """Maximum number of tokens that are computed at a time. The outputs of all their pairs are in memory, in float32."""
 
 
 def unsupported_reason(
-    x: Array, experts: Array, weights: Array, gate: Any, up: Any, down: Any, *, activation: str, total: int | None
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate: Any,
+    up: Any,
+    down: Any,
+    biases: Biases | None = None,
+    *,
+    activation: str,
+    total: int | None,
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
-    return unsupported(x, gate, up, down)
+    return unsupported(x, gate, up, down, biases, activation)
 
 
 def expert_mlp(
@@ -40,6 +49,7 @@ def expert_mlp(
     gate: Float[Array, "EF D"],
     up: Float[Array, "EF D"],
     down: Float[Array, "ED F"],
+    biases: None = None,
     *,
     activation: str,
     total: int | None,

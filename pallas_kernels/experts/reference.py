@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..activations import ACTIVATIONS
+from ..activations import gated
 from ..projection import Matrix, gated_projection, projection
-from .tiles import Tiles, sorted_pairs, tile_size, tiles
+from .tiles import Biases, Tiles, sorted_pairs, tile_size, tiles
 
 FEW_PAIRS = 128
 """Maximum number of pairs of a token and an expert that have a tile each."""
@@ -34,6 +34,7 @@ def expert_mlp(
     gate: Matrix,
     up: Matrix,
     down: Matrix,
+    biases: Biases | None = None,
     *,
     activation: str,
     total: int | None,
@@ -49,9 +50,13 @@ def expert_mlp(
         place = tile.start + jnp.arange(size, dtype=jnp.int32)
         exists = (place < tile.stop)[:, None]
         at = jnp.minimum(place, pairs - 1)
-        matrices = (_of(w, tile.expert, n) for w, n in ((gate, width), (up, width), (down, x.shape[1])))
-        h, last = _hidden_units(x[row[at]], *matrices, activation=activation)
-        (y,) = projection(h, last, dtype=jnp.float32)
+        sizes = width, width, x.shape[1]
+        matrices = [_of(w, tile.expert, n) for w, n in zip((gate, up, down), sizes, strict=True)]
+        if biases is None:
+            y = _through(x[row[at]], *matrices, activation=activation)
+        else:
+            added = [_of(b, tile.expert, n) for b, n in zip(biases, sizes, strict=True)]
+            y = _through_biased(x[row[at]], *matrices, *added, activation=activation)
         return out.at[row[at]].add(jnp.where(exists, y * weight[at][:, None], 0.0))
 
     def step(out: Float[Array, "R D"], tile: Tiles) -> tuple[Float[Array, "R D"], None]:
@@ -62,11 +67,23 @@ def expert_mlp(
     return jax.lax.scan(step, jnp.zeros(x.shape, jnp.float32), tiles(own, local, size))[0]
 
 
-def _hidden_units(x: Array, gate: Any, up: Any, down: Any, *, activation: str) -> tuple[Array, Any]:
-    if activation == "silu":
-        return gated_projection(x, gate, up), down
+def _through(x: Array, gate: Any, up: Any, down: Any, *, activation: str) -> Float[Array, "P D"]:
+    """Output of one expert, in float32."""
+    h = gated_projection(x, gate, up) if activation == "silu" else gated(activation, *projection(x, gate, up))
+    return projection(h, down, dtype=jnp.float32)[0]
+
+
+def _through_biased(
+    x: Array, gate: Any, up: Any, down: Any, gate_bias: Array, up_bias: Array, down_bias: Array, *, activation: str
+) -> Float[Array, "P D"]:
+    """Output of one expert with biases, in float32."""
+
+    def biased(y: Array, bias: Array) -> Array:
+        return y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
+
     first, second = projection(x, gate, up)
-    return ACTIVATIONS[activation](first) * second, down
+    h = gated(activation, biased(first, gate_bias), biased(second, up_bias))
+    return biased(projection(h, down, dtype=jnp.float32)[0], down_bias)
 
 
 def _of(matrix: Any, expert: Int[Array, ""], size: int) -> Any:

@@ -4,13 +4,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from ..activations import ACTIVATIONS
 from ..triton import triton_unsupported
 
 
-def unsupported(x: Any, gate: Any, up: Any, down: Any) -> str | None:
+class Biases(NamedTuple):
+    """Biases of the projections of all experts, expert after expert. E experts, F hidden units, D model dim."""
+
+    gate: Float[Array, " EF"]
+    up: Float[Array, " EF"]
+    down: Float[Array, " ED"]
+
+
+def unsupported(x: Any, gate: Any, up: Any, down: Any, biases: Biases | None, activation: str) -> str | None:
     """Return why no Triton kernel supports these arrays, or None if they do."""
+    if biases is not None or activation not in ACTIVATIONS:
+        return f"the experts have biases, or the activation {activation}"
     if reason := triton_unsupported():
         return reason
     if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in (x, gate, up, down)):

@@ -32,9 +32,18 @@ NOTHING = 1e30
 
 
 def unsupported_reason(
-    q: Array, k: Array, first: Array, count: Array, *, scale: float, sliding_window: int | None
+    q: Array,
+    k: Array,
+    first: Array,
+    count: Array,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Array | None = None,
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
+    if sinks is not None:
+        return "there are attention sinks"
     if reason := wgmma_unsupported(q, k):
         return reason
     return None if sliding_window is None else "there is a sliding window"
@@ -49,6 +58,7 @@ def attention_mass(
     *,
     scale: float,
     sliding_window: None,
+    sinks: None = None,
 ) -> Float[Array, "B K T"]:
     """Compute sums of attention; see the public function. It is traced and lowered once for all layers.
 
@@ -56,7 +66,7 @@ def attention_mass(
         q, k, scale: as for the public function.
         first: first slot with a token in each head.
         count: number of queries per sequence.
-        sliding_window: always None.
+        sliding_window, sinks: always None.
     """
     size, length, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     before = length - size

@@ -5,6 +5,7 @@ import dataclasses
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
+from ..sinks import with_sinks
 from .types import Run, Stripes
 
 _PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",), has_gradient=True)
@@ -24,6 +25,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
@@ -36,6 +38,8 @@ def prefill_attention(
         k, v: keys (rotated) and values.
         scale: factor on the logits.
         window: if given, a token attends only to the latest `window` tokens, including itself.
+        sinks: logit of each query head's attention sink, which is in the denominator of every softmax (gpt-oss). cuDNN
+            does not support them.
         implementation: "gpu" is cuDNN's flash attention, and "tpu" JAX's splash attention. "auto" picks the device's
             one if it supports the case, else XLA.
         interpret: run the TPU kernel in interpret mode, on any device.
@@ -46,7 +50,8 @@ def prefill_attention(
     Raises:
         Unsupported: the requested implementation does not support this case.
     """
-    return _PREFILL(q, k, v, scale=scale, window=window, implementation=implementation, interpret=interpret)
+    options = {"scale": scale, "window": window, "sinks": sinks}
+    return _PREFILL(q, k, v, **options, implementation=implementation, interpret=interpret)
 
 
 def block_attention(
@@ -60,6 +65,7 @@ def block_attention(
     scale: float,
     window: int | None = None,
     run: Run | None = None,
+    sinks: Float[Array, " N"] | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
@@ -76,6 +82,7 @@ def block_attention(
         scale: factor on the logits.
         window: if given, a token attends only to the latest `window` positions, including its own.
         run: location of the queries' tokens in slots that are in order of position. The GPU kernel requires it.
+        sinks: as for `prefill_attention`. Kernels serve this case.
         implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
             `kvjax.pallas_kernels.op`.
         interpret: run the Pallas kernel in interpret mode, on any device.
@@ -87,7 +94,11 @@ def block_attention(
         Unsupported: the requested implementation does not support this case.
     """
     options = {"scale": scale, "window": window, "run": run}
-    return _BLOCK(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)
+    chosen = {"implementation": implementation, "interpret": interpret}
+    if sinks is not None:
+        out, logsumexp = _PARTIAL(q, k, v, q_pos, pos, weight, **options, stripes=None, **chosen)
+        return with_sinks(out, logsumexp, sinks)
+    return _BLOCK(q, k, v, q_pos, pos, weight, **options, **chosen)
 
 
 def partial_block_attention(

@@ -10,8 +10,10 @@ import jax
 from jaxtyping import Array, Float
 
 
-def unsupported_reason(q: Array, *_: Any, **__: Any) -> str | None:
+def unsupported_reason(q: Array, *_: Any, sinks: Array | None = None, **__: Any) -> str | None:
     """Return why cuDNN does not support a case, or None if it does."""
+    if sinks is not None:
+        return "there are attention sinks"
     if q.dtype.itemsize != 2 or q.shape[-1] > 128 or q.shape[-1] % 8:
         return f"cuDNN needs 16-bit types and a head dim up to 128, a multiple of 8; got {q.dtype} with head dim {q.shape[-1]}"
     return None
@@ -24,6 +26,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal softmax attention; see the public function."""
     return jax.nn.dot_product_attention(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..masking import MASKED
+from ..sinks import with_sinks
 from .types import Run, Stripes
 
 BLOCK = 256
@@ -30,17 +31,23 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal softmax attention; see the public function."""
     batch, length, heads, dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim)
+    sinks = sinks if sinks is None else sinks.reshape(grouped.shape[2:4])
     if length <= BLOCK:
         pos = jnp.arange(length, dtype=jnp.int32)
-        _, total, acc = _block(grouped, k, v, _visible(pos, pos, window), scale)
-        out = acc / total[..., None]
+        out = _normalised(*_block(grouped, k, v, _visible(pos, pos, window), scale), sinks)
     else:
-        out = _blockwise(grouped, k, v, scale, window)
+        out = _blockwise(grouped, k, v, scale, window, sinks)
     return out.astype(q.dtype).reshape(q.shape)
+
+
+def _normalised(top: Array, total: Array, acc: Array, sinks: Float[Array, "K G"] | None) -> Float[Array, "B T K G H"]:
+    out = acc / total[..., None]
+    return out if sinks is None else with_sinks(out, top + jnp.log(total), sinks)
 
 
 def _visible(q_pos: Int[Array, " Q"], k_pos: Int[Array, " S"], window: int | None) -> Bool[Array, "Q S"]:
@@ -60,7 +67,9 @@ def _block(q: Array, k: Array, v: Array, visible: Array, scale: float) -> tuple[
     return top, jnp.sum(weights, axis=-1), acc
 
 
-def _blockwise(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Float[Array, "B T K G H"]:
+def _blockwise(
+    q: Array, k: Array, v: Array, scale: float, window: int | None, sinks: Float[Array, "K G"] | None
+) -> Float[Array, "B T K G H"]:
     length = q.shape[1]
     pad = -length % BLOCK
     q, k, v = (jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v))
@@ -79,8 +88,8 @@ def _blockwise(q: Array, k: Array, v: Array, scale: float, window: int | None) -
         first = jnp.zeros((), jnp.int32) if window is None else jnp.maximum(0, (i * BLOCK - window + 1) // BLOCK)
         shape = rows.shape
         start = (jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
-        _, total, acc = jax.lax.fori_loop(first, i + 1, fold, start)
-        return acc / total[..., None]
+        top, total, acc = jax.lax.fori_loop(first, i + 1, fold, start)
+        return _normalised(top, total, acc, sinks)
 
     blocks = jax.lax.map(attend, jnp.arange(q.shape[1] // BLOCK, dtype=jnp.int32))
     batch, _, kv_heads, group, dim = q.shape
@@ -155,6 +164,7 @@ def partial_block_attention(
     only = jnp.zeros((), jnp.int32)
     top, total, out = step(only, start) if block == size else jax.lax.fori_loop(0, -(-size // block), step, start)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    logsumexp = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+    # The logarithm of 0 has no derivative, and `sinks` give the log-sum-exp one.
+    logsumexp = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
     out = einops.rearrange(out, "b k g s h -> b s (k g) h").astype(q.dtype)
     return out, einops.rearrange(logsumexp, "b k g s -> b s (k g)")

@@ -33,6 +33,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Causal softmax attention; see the public function."""
@@ -43,7 +44,12 @@ def prefill_attention(
     keys, values = (x.swapaxes(1, 2) for x in (k, v))
     # The kernel has no scale argument. The queries are scaled and rounded instead, which changes a logit by up to 0.4 %
     # in bfloat16.
-    out: Any = jax.vmap(jax.vmap(kernel))((grouped * scale).astype(q.dtype), keys, values)
+    given = (grouped * scale).astype(q.dtype), keys, values
+    if sinks is None:
+        out: Any = jax.vmap(jax.vmap(kernel))(*given)
+    else:
+        of_head = jax.vmap(lambda q, k, v, sinks: kernel(q, k, v, sinks=sinks))
+        out = jax.vmap(of_head, in_axes=(0, 0, 0, None))(*given, sinks.reshape(kv_heads, -1))
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..triton import backend, triton_call, triton_unsupported
+from ..triton import backend, dividing_block, triton_call, triton_unsupported
 from ..tuning import tuned
 from .quantized import GroupedMatrix, Matrix, QuantizedMatrix
 from .quantized_pallas_triton import alike, in_order_of, products, products_of_one, unsupported_weights, with_sums_of
@@ -146,18 +146,13 @@ def _sizes(
     matrices at a time, and slows down with more than this in flight.
     """
     if normed and not gated:
-        sizes = {"outputs": 4, "inputs": _divisor(depth, 1024), "warps": 4, "stages": 1, "units": 0}
+        sizes = {"outputs": 4, "inputs": dividing_block(depth, 1024), "warps": 4, "stages": 1, "units": 0}
     else:
-        block = _divisor(depth, 128 if gated else 256)
+        block = dividing_block(depth, 128 if gated else 256)
         stages = 3 if gated else 5 if depth > 8192 else 4
         sizes = {"outputs": 16, "inputs": block, "warps": 1, "stages": stages, "units": 1}
     case = {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated, "kind": kind or "float"}
     return tuned("projection", case | {"group": group}, sizes)
-
-
-def _divisor(depth: int, most: int) -> int:
-    """Return the largest power of two up to `most` that divides `depth`."""
-    return min(most, depth & -depth)
 
 
 def _body(

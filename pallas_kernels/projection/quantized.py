@@ -63,7 +63,8 @@ class Int8Matrix:
 class GroupedMatrix:
     """4-bit or 8-bit weights with one scale, and optionally one minimum, per group of neighbouring inputs.
 
-    A weight is `(level - centre) * scale + minimum`. O outputs, G groups of M inputs.
+    A weight is `(level - centre) * scale + minimum`. O outputs, G groups of M inputs. In MXFP4, which has 4-bit codes and
+    scales of type uint8 without a unit, it is the floating-point number e2m1 of the code, times 2^(scale - 127).
 
     Groups are the last axis of all arrays. A scale is then in the lane of the codes that it multiplies, and XLA's TPU
     compiler dequantises inside the matmul. For a matrix of 14336 by 4096 and one row, a step on a v5e then reads 67 MB.
@@ -90,6 +91,11 @@ class GroupedMatrix:
         return self.levels.dtype == jnp.uint8
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes are 4-bit floats, and scales exponents."""
+        return self.packed and self.scale.dtype == jnp.uint8 and self.scale_unit is None
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Number of outputs and inputs."""
         outputs, members, groups = self.levels.shape
@@ -98,6 +104,8 @@ class GroupedMatrix:
     @property
     def kind(self) -> str:
         """Name of the format."""
+        if self.is_mxfp4:
+            return "mxfp4"
         return "int4" if self.packed else "int8 in groups"
 
     @property
@@ -135,6 +143,9 @@ class GroupedMatrix:
             for given, unit in ((self.scale, self.scale_unit), (self.minimum, self.minimum_unit))
         )
         halves = [self.levels & 15, self.levels >> 4] if self.packed else [self.levels]
+        if self.is_mxfp4:
+            power = _power_of_two(self.scale)[..., None, :]
+            return [(_e2m1(half) * power).astype(dtype) for half in halves]
         parts = []
         for half in halves:
             numbers = half.astype(jnp.float32)
@@ -181,6 +192,21 @@ def is_quantized(weight: Any) -> bool:
 def nbytes_of(tree: Any) -> int:
     """Return the bytes of all arrays, or array shapes, of a pytree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _e2m1(code: UInt8[Array, "*S"]) -> Float[Array, "*S"]:
+    """Numbers of 4-bit codes with a sign, two bits of an exponent and one of a fraction: 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+    bits = code.astype(jnp.uint32)
+    exponent, fraction = (bits >> 1) & 3, bits & 1
+    normal = jax.lax.bitcast_convert_type(((exponent + 126) << 23) | (fraction << 22), jnp.float32)
+    size = jnp.where(exponent == 0, fraction.astype(jnp.float32) * 0.5, normal)
+    return jnp.where(bits >= 8, -size, size)
+
+
+def _power_of_two(exponent: UInt8[Array, "*S"]) -> Float[Array, "*S"]:
+    """2^(exponent - 127), exactly, of 8-bit exponents."""
+    bits = exponent.astype(jnp.uint32) << 23
+    return jax.lax.bitcast_convert_type(jnp.maximum(bits, jnp.uint32(1 << 22)), jnp.float32)
 
 
 def _in_units(given: Array | None, unit: Array | None, groups: int) -> Any:

@@ -35,6 +35,8 @@ def unsupported_weights(weights: Sequence[QuantizedMatrix]) -> str | None:
     for w in weights:
         if isinstance(w, GroupedMatrix) and chunk_of(w.levels.shape[-1]) < LEAST:
             return f"{w.levels.shape[-1]} groups are not a multiple of {LEAST}"
+        if isinstance(w, GroupedMatrix) and w.is_mxfp4:
+            return "weights are in MXFP4"
     return None
 
 

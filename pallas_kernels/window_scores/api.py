@@ -29,6 +29,7 @@ def window_scores(
     scale: float,
     sliding_window: int | None = None,
     pos: Int[Array, "B #K T"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     kind: Literal["softmax", "logits"] = "softmax",
     middle: tuple[Int[Array, " B"], Int[Array, " B"]] | None = None,
     chunk: int = 1,
@@ -50,10 +51,12 @@ def window_scores(
         sliding_window: sliding attention window of the layer in tokens, if it has one.
         pos: position of the token in each slot, in order, and -1 for free slots; by default 0 to T - 1. With `pos`,
             there can be fewer queries than keys: the S queries are those of the last S slots.
+        sinks: logit of each query head's attention sink, which is in the denominator of every softmax (gpt-oss). XLA
+            computes this case.
         kind: "softmax" averages causal attention probabilities. "logits" averages q · k · scale of every observer with
             every token, including later tokens and those outside the sliding window (ChunkKV as printed).
         middle: first observed token and number of observed tokens of each sequence. Attention is then restricted to
-            these, and the first score is that of the first of them.
+            these, without sinks, and the first score is that of the first of them.
         chunk: tokens per score. For more than one, each query's contribution to a chunk, averaged over the group, is
             its maximum over the chunk's tokens.
         implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
@@ -70,7 +73,8 @@ def window_scores(
     if kind == "logits" and (middle is not None or chunk != 1):
         raise ValueError(f"window_scores: kind='logits' does not support chunk={chunk} or `middle`. Use kind='softmax'")
     q, k = jax.lax.stop_gradient((q, k))
-    observers = Observers.of(q, lengths, window, k.shape[2], pos)
+    sinks = None if middle is not None else jax.lax.stop_gradient(sinks)
+    observers = Observers.of(q, lengths, window, k.shape[2], pos, sinks)
     if kind == "logits":
         return _PRODUCTS(observers, k, lengths, scale=scale, implementation=implementation, interpret=interpret)
     begin, count = (None, lengths) if middle is None else middle
@@ -88,6 +92,7 @@ def attention_mass(
     scale: float,
     sliding_window: int | None = None,
     pos: Int[Array, "B #K T"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B K T"]:
@@ -100,6 +105,7 @@ def attention_mass(
         q, k, lengths, scale, sliding_window: as for `window_scores`.
         pos: as for `window_scores`. Each head's kept tokens must be contiguous and end directly before the queries'
             slots.
+        sinks: as for `window_scores`.
         implementation: "auto" picks the device's Pallas kernel if it supports the case, else XLA; see
             `kvjax.pallas_kernels.op`.
         interpret: run the Pallas kernel in interpret mode, on any device.
@@ -117,7 +123,7 @@ def attention_mass(
     first = jnp.zeros((q.shape[0], k.shape[2]), jnp.int32)
     if pos is not None:
         first += before - jnp.sum(pos[:, :, :before] >= 0, axis=-1, dtype=jnp.int32)
-    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window}
+    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "sinks": sinks}
     kernel = _MASS.kernel(q, k, first, queries, **options, implementation=implementation, interpret=interpret)
     if kernel is not None:
         return kernel(q, k, first, queries, **options)

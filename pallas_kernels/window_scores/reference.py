@@ -76,6 +76,10 @@ def window_scores(
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     only = jnp.zeros((), jnp.int32)  # a loop of one block would compile slowly and compute its logits twice
     top, total = fold(only, start) if blocks == 1 else jax.lax.fori_loop(0, blocks, fold, start)
+    if observers.sinks is not None:
+        sinks = jnp.broadcast_to(observers.sinks.astype(jnp.float32)[:, None], top.shape)
+        top, kept = jnp.maximum(top, sinks), top
+        total = total * jnp.exp(kept - top) + jnp.exp(sinks - top)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
     def scores(i: Array) -> Float[Array, "B K C"]:

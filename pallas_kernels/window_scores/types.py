@@ -13,11 +13,13 @@ class Observers(NamedTuple):
         q: rotated queries.
         pos: positions of the queries, negative if a sequence has fewer than w tokens.
         size: number of observing tokens per sequence.
+        sinks: logit of each query head's attention sink, if there are any.
     """
 
     q: Float[Array, "B K w G H"]
     pos: Int[Array, "B w"]
     size: Int[Array, " B"]
+    sinks: Float[Array, "K G"] | None = None
 
     @classmethod
     def of(
@@ -27,8 +29,9 @@ class Observers(NamedTuple):
         window: int,
         kv_heads: int,
         pos: Int[Array, "B #K T"] | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> "Observers":
-        """Return the last `window` queries of prompts of these lengths; `pos` is as for `window_scores`."""
+        """Return the last `window` queries of prompts of these lengths; `pos` and `sinks` are as for `window_scores`."""
         batch, size, heads, dim = q.shape
         place = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)
         before = 0 if pos is None else pos.shape[-1] - size  # places without a query
@@ -37,7 +40,8 @@ class Observers(NamedTuple):
         if pos is not None:
             found = jnp.take_along_axis(pos[:, 0], jnp.maximum(place, 0), axis=1)
             place = jnp.where(place >= before, found, -1)
-        return cls(jnp.swapaxes(rows, 1, 2), place, jnp.minimum(lengths - before, window))
+        sinks = sinks if sinks is None else sinks.reshape(kv_heads, -1)
+        return cls(jnp.swapaxes(rows, 1, 2), place, jnp.minimum(lengths - before, window), sinks)
 
 
 def from_first(x: Shaped[Array, "B T ..."], first: Int[Array, " B"] | None) -> Shaped[Array, "B T ..."]:

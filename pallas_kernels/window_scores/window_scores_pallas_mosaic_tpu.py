@@ -37,6 +37,8 @@ def unsupported_reason(
     """Return why this kernel does not support a case, or None if it does."""
     if pos is not None:
         return "positions are given by `pos`"
+    if observers.sinks is not None:
+        return "there are attention sinks"
     kv_heads, dim = k.shape[2:]
     window, group = observers.q.shape[2:4]
     if dim % LANES and (LANES % dim or kv_heads * dim % LANES):

@@ -30,6 +30,8 @@ def unsupported_reason(
     """Return why this kernel does not support a case, or None if it does."""
     if pos is not None:
         return "positions are given by `pos`"
+    if observers.sinks is not None:
+        return "there are attention sinks"
     dim = k.shape[-1]
     if reason := triton_unsupported(dim=dim):
         return reason

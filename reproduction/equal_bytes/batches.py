@@ -37,13 +37,10 @@ class Roomy(Engine):
         new = suite.new(seen)
         super().__init__(params, policy, batch=batch, prompt_len=suite.prompt, max_new_tokens=new, block=block)
         self.given = None if seen else suite.question
-        self.goes_on = suite.goes_on
 
     def compile_all(self) -> None:
         """Compile all programs that answers need."""
         self.executables(given=self.given)
-        if self.given is not None and self.goes_on:
-            self.executables()
 
     def answering(self, *args: Any, **options: Any) -> Callable[[], Any]:
         return super().answering(*args, **options | {"size": self.given})

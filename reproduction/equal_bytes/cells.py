@@ -1,17 +1,17 @@
-"""Policies of the leaderboard, each with the budget at which it holds a given share of the full cache's bytes."""
+"""Policies of the leaderboard, each with the budget at which it holds or reads a given share."""
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from kvjax.cache import layer_specs
 from kvjax.models import Params
-from kvjax.policies import Full, Policy, PolicyError, get_policy
+from kvjax.policies import Full, Policy, PolicyError, get_policy, prompt_only
 
 from .suite import Suite
 
@@ -21,9 +21,20 @@ ABOVE = 1.02
 SLACK = 1.001
 """Tolerance of the search, so that counters of a few bytes besides the slots do not cost a whole step of slots."""
 
-SEEING = ("adakv", "catekv", "chunkkv", "h2o", "pyramidkv", "rkv", "snapkv", "tova")
-"""Policies that score a prompt's tokens by its queries, so that it matters to them whether the question is among these."""
+Convention = Literal["bytes", "prompt", "read"]
+"""What a share is of: "bytes" of the full cache that are held; tokens of the "prompt" that are kept, while new tokens are kept in addition,
+as kvpress counts; or tokens of the prompt that are "read" by a query of a policy that holds all.
+"""
 
+MEMORIES: dict[Convention, tuple[str, ...]] = {
+    "bytes": ("full", "freed", "sparse", "quantized"),
+    "prompt": ("freed",),
+    "read": ("sparse",),
+}
+"""For each convention the policies that it applies to, by `PolicyInfo.memory`."""
+
+WHOLE_HEADS = 1.15
+"""A policy that holds more than this multiple of its budget has heads that keep everything, which count as well."""
 
 STEPS = 1000
 """Budgets are multiples of 1 / STEPS."""
@@ -34,12 +45,13 @@ BITS = (2, 4, 8)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
-    """One policy at one share of the full cache's bytes.
+    """One policy at one share.
 
     Attributes:
         policy: as it was asked for.
         target: the share; None for the full cache.
         seen: whether the policy sees the question when it compresses the prompt.
+        of: what the share is of.
         fitted: the policy with the budget that it takes, a fraction of each row's own tokens.
         held, full: bytes of one row, on device and host together, under the policy and in the full cache. They are means over the rows,
             each counted as if it ran alone.
@@ -50,6 +62,7 @@ class Cell:
     policy: str
     target: float | None
     seen: bool
+    of: Convention
     fitted: Policy | None
     held: int
     full: int
@@ -57,27 +70,40 @@ class Cell:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What its rows begin with."""
-        return {"suite": self.suite.name, "policy": self.policy, "target": self.target, "seen": self.seen}
+        """What its rows begin with. Rows without `of` are of "bytes"."""
+        of = {} if self.of == "bytes" else {"of": self.of}
+        return {"suite": self.suite.name, "policy": self.policy, "target": self.target, "seen": self.seen, **of}
 
 
 class Wanted(NamedTuple):
-    """A policy at a share of the full cache's bytes, before it is known with which budget; see `Cell`."""
+    """A policy at a share, before it is known with which budget; see `Cell`."""
 
     suite: Suite
     policy: str
     target: float | None
     seen: bool
+    of: Convention = "bytes"
 
 
-def wanted(suite: Suite, policies: Sequence[str], shares: Sequence[float], seeing: Sequence[str]) -> list[Wanted]:
-    """The full cache, then all policies at the first share, at the next, ...; those named in `seeing` twice each."""
+def wanted(
+    suite: Suite, policies: Sequence[str], shares: Mapping[Convention, Sequence[float]], seeing: Sequence[str] | None
+) -> list[Wanted]:
+    """The full cache, then all policies that a convention applies to at its first share, at the next, ...
+
+    Args:
+        suite: the tasks.
+        policies: as kvjax takes them.
+        shares: of each convention.
+        seeing: names of policies that are asked with the question in sight as well. By default these are all policies at a share of the
+            prompt, and none at others.
+    """
     found = [Wanted(suite, "full", None, False)]
-    for share in shares:
-        for policy in policies:
-            if policy != "full":
-                sights = (False, True) if policy.partition(":")[0] in seeing else (False,)
-                found += [Wanted(suite, policy, share, seen) for seen in sights]
+    memories = {policy: get_policy(policy).info.memory for policy in policies if policy != "full"}
+    for of, each in shares.items():
+        for share in each:
+            for policy in (policy for policy, memory in memories.items() if memory in MEMORIES[of]):
+                twice = of == "prompt" if seeing is None else policy.partition(":")[0] in seeing
+                found += [Wanted(suite, policy, share, seen, of) for seen in ((False, True) if twice else (False,))]
     return found
 
 
@@ -118,7 +144,8 @@ class Budgets:
 
     def _key(self, entry: Wanted) -> tuple[str, ...]:
         sizes = entry.suite.settings["sizes"]["seen" if entry.seen else "unseen"]
-        return tuple(map(str, (self._model, entry.suite.name, sizes, *entry[1:])))
+        of = () if entry.of == "bytes" else (entry.of,)
+        return tuple(map(str, (self._model, entry.suite.name, sizes, *entry[1:4], *of)))
 
 
 def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = None) -> list[Cell]:
@@ -129,21 +156,58 @@ def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = N
         if budgets is not None and (there := budgets.get(entry)) is not None:
             found.append(there)
             continue
-        suite, policy, target, seen = entry
+        suite, policy, target, seen, of = entry
         key = suite.name, seen
         if key not in full:
             full[key] = row_bytes(suite, params, Full(), seen)
         if target is None:
-            found.append(Cell(suite, policy, None, seen, Full(), full[key], full[key]))
+            found.append(Cell(suite, policy, None, seen, of, Full(), full[key], full[key]))
         else:
+            fit = fit_bytes if of == "bytes" else fit_tokens
             fitted, held, why = fit(suite, params, policy, target, full[key], seen)
-            found.append(Cell(suite, policy, target, seen, fitted, held, full[key], why))
+            found.append(Cell(suite, policy, target, seen, of, fitted, held, full[key], why))
         if budgets is not None:
             budgets.keep(entry, found[-1])
     return found
 
 
-def fit(
+def fit_tokens(
+    suite: Suite, params: Params, policy: str, share: float, full: int, seen: bool
+) -> tuple[Policy | None, int, str]:
+    """As `fit_bytes`, with the budget that is a share of each prompt's tokens. What is kept of new tokens is in addition.
+
+    Policies that compress while decoding compress the prompt alone. Of policies with heads that keep everything, all heads together keep
+    or read the share.
+    """
+    try:
+        asked = get_policy(policy)
+        asked.for_model(params.config)
+        if asked.info.stage == "both":
+            asked = prompt_only(asked)
+        budget = _rounded(share * suite.prompt_share(seen))
+        made = _budgeted(asked, budget)
+        if made is None:
+            return None, 0, "has no budget"
+        held, frees = row_bytes(suite, params, made, seen), made.info.memory == "freed"
+        new = suite.new(seen) * params.config.cache_bytes_per_token(params.dtype.itemsize)
+        if frees and held - new > WHOLE_HEADS * budget * full:
+            made = _largest(suite, params, asked, SLACK * (share * (full - new) + new), seen)
+            held = row_bytes(suite, params, made, seen)
+        for tokens in (suite.shortest, suite.longest(seen) + suite.new(seen)):
+            made.for_model(params.config).validate(tokens)
+    except PolicyError as error:
+        return None, 0, str(error)
+    least = (held - new) / (full - new)
+    too_much = frees and held - new > WHOLE_HEADS * max(budget * full, share * (full - new))
+    return made, held, f"needs at least {100 * least:.1f} % of the prompt" if too_much else ""
+
+
+def _rounded(share: float) -> float:
+    """A fraction in steps that are fine enough for the smallest shares."""
+    return max(round(share * 10 * STEPS), 1) / (10 * STEPS)
+
+
+def fit_bytes(
     suite: Suite, params: Params, policy: str, share: float, full: int, seen: bool
 ) -> tuple[Policy | None, int, str]:
     """The policy with the largest budget (or number of bits) at which rows hold a share of `full`, what they hold, and why they cannot.
@@ -154,12 +218,12 @@ def fit(
     try:
         asked = get_policy(policy)
         asked.for_model(params.config)  # for what it says itself, such as that it has no profile of this model
-        if "bits" in _fields(asked):
+        if _budgeted(asked, 1.0) is not None:
+            fitted = _largest(suite, params, asked, SLACK * target, seen)
+        elif "bits" in _fields(asked):
             tried = [each for bits in BITS if (each := _with_bits(asked, bits)) is not None]
             fitting = [each for each in tried if row_bytes(suite, params, each, seen) <= ABOVE * target]
             fitted = (fitting or tried[:1])[-1]
-        elif _budgeted(asked, 1.0) is not None:
-            fitted = _largest(suite, params, asked, SLACK * target, seen)
         else:
             fitted = asked
         for tokens in (suite.shortest, suite.longest(seen) + suite.new(seen)):

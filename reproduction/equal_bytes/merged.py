@@ -13,7 +13,12 @@ from kvjax.evals.report import read_rows
 from reproduction.sections import RESULTS
 
 KEY = ("suite", "task", "policy", "target", "seen")
-"""What identifies an entry. All entries of a suite and task have the same samples."""
+"""What identifies an entry, with `of`. All entries of a suite and task have the same samples."""
+
+
+def of(row: Mapping[str, Any]) -> str:
+    """What a row's share is of, see `cells.Convention`."""
+    return row.get("of", "bytes")
 
 
 def write(parts: Sequence[Path]) -> Path:
@@ -54,9 +59,9 @@ def merge(parts: Sequence[Path]) -> dict[str, Any]:
 
 def _add(found: dict[tuple[Any, ...], dict[str, Any]], row: Mapping[str, Any]) -> None:
     """One batch's scores to the entry that they belong to."""
-    key = tuple(row[name] for name in KEY)
+    key = *(row[name] for name in KEY), of(row)
     kept = ("settings", "held", "full", "why")
-    entry = found.setdefault(key, {**{name: row[name] for name in (*KEY, *kept) if name in row}})
+    entry = found.setdefault(key, {**{name: row[name] for name in (*KEY, "of", *kept) if name in row}})
     for name in kept:
         if name in row and entry.get(name) != row[name]:
             raise SystemExit(f"{key}: {name} is {row[name]} in one part, and {entry.get(name)} in another")
@@ -93,6 +98,33 @@ def recorded() -> Path:
     if len(found) != 1:
         raise SystemExit(f"{len(found)} result files {[path.name for path in found]}; there should be one")
     return found[0]
+
+
+LEAST_FULL = 0.5
+"""A task counts only where the full cache has at least this mean score."""
+
+
+def by_entry(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, float | None, bool], dict[str, np.ndarray]]:
+    """Scores by task, of every policy at every share."""
+    found: dict[tuple[str, float | None, bool], dict[str, np.ndarray]] = {}
+    for row in rows:
+        if "scores" in row:
+            found.setdefault((row["policy"], row["target"], row["seen"]), {})[row["task"]] = samples(row)
+    return found
+
+
+def counting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tasks that count: those that the full cache can do, where its scores are known."""
+    full = by_entry(rows).get(("full", None, False), {})
+    tasks = dict.fromkeys(row["task"] for row in rows if row["task"] is not None)
+    return [task for task in tasks if task not in full or np.nanmean(full[task]) >= LEAST_FULL]
+
+
+def at_equal_bytes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Question-agnostic rows with scores at shares of bytes, and of the full cache, in tasks that count."""
+    chosen = [row for row in rows if of(row) == "bytes" and not row["seen"] and "scores" in row]
+    tasks = counting(chosen)
+    return [row for row in chosen if row["task"] in tasks]
 
 
 def samples(row: Mapping[str, Any]) -> np.ndarray:

@@ -18,19 +18,41 @@ from . import merged
 
 PICTURE = "leaderboard.png"
 
+QUOTES = '""'
+"""An empty argument in a shell."""
+
 FEW = 20
 """With fewer samples of a task the page says that the results mean nothing."""
 
 Column = tuple[float, bool]
-"""A share of the full cache's bytes, and whether policies saw the question."""
+"""A share, and whether policies saw the question."""
+
+CONVENTIONS: dict[str, tuple[str, str]] = {
+    "bytes": (
+        "equal bytes",
+        "Each policy gets the largest fractional budget at which its caches take no more than a share of the full cache's bytes, on device\n"
+        "and host together, for all prompts of a suite. Room for the suite's longest question and answer is included. Slots are rounded, so\n"
+        "up to 2 % more counts as equal.",
+    ),
+    "prompt": (
+        "equal shares of the prompt",
+        "Each policy keeps a share of the prompt's tokens, and all new tokens in addition. This is kvpress' convention, whose compression\n"
+        "ratio is one minus the share. Policies that also evict new tokens run as `prompt_only(...)`.",
+    ),
+    "read": (
+        "equal shares read",
+        "These policies hold all tokens. A query reads a share of the prompt's tokens.",
+    ),
+}
+"""Title and explanation of each convention."""
 
 INTRODUCTION = """\
 # Leaderboard
 
-This page compares policies at equal bytes, because the same budget means different things to different methods. Each policy gets the largest
-fractional budget at which its caches take no more than a share of the full cache's bytes, on device and host together, for all prompts
-of a suite. Room for the suite's longest question and answer is included. Slots are rounded, so up to 2 % more counts as equal.
-All other hyperparameters have their defaults.
+This page compares policies at equal cost, because the same budget means different things to different methods. All other hyperparameters
+have their defaults.
+
+{conventions}
 
 *Question-agnostic*: the prompt is compressed before the question is known, as for many questions about one context.{seen}
 
@@ -39,7 +61,7 @@ the best of the column (paired t-test, 95 %), if the column has headroom. With t
 """
 
 SEEN = """ *Question-aware*: the
-question is part of the prompt. This is measured for policies that score tokens by queries, as most of their papers do."""
+question is part of the prompt, as in the papers of most policies that score tokens by queries."""
 """What the introduction has besides, where a table has such a column."""
 
 
@@ -88,7 +110,12 @@ def render(content: Mapping[str, Any], file: str) -> str:
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
     parts = [
-        INTRODUCTION.format(seen=SEEN if any(row["seen"] for row in rows if "scores" in row) else ""),
+        INTRODUCTION.format(
+            seen=SEEN if any(row["seen"] for row in rows if "scores" in row) else "",
+            conventions="\n\n".join(
+                f"**{title.capitalize()}.** {told}" for title, told in (CONVENTIONS[of] for of in conventions(rows))
+            ),
+        ),
         f"Measured with {models.title(settings)} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
         f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
         "```bash\n" + command(settings, rows) + "\n```\n",
@@ -105,10 +132,22 @@ def render(content: Mapping[str, Any], file: str) -> str:
     return "\n".join(parts)
 
 
+def conventions(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The conventions that rows have, in order."""
+    there = {merged.of(row) for row in rows if row["target"] is not None}
+    return [of for of in CONVENTIONS if of in there]
+
+
 def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The command that measured. Run it again until it prints that it is done."""
     suites = dict.fromkeys("-".join(name.split("-")[:2]) for name in settings["suites"])
-    shares = sorted({row["target"] for row in rows if row["target"] is not None}, reverse=True)
+    options = {"bytes": "--shares", "prompt": "--prompt-shares", "read": "--read-shares"}
+    shares = {
+        option: sorted(
+            {row["target"] for row in rows if row["target"] is not None and merged.of(row) == of}, reverse=True
+        )
+        for of, option in options.items()
+    }
     names = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
     most = max(len(row["scores"]) for row in rows if "scores" in row)
     tasks = {task: given for suite in settings["suites"].values() for task, given in suite["tasks"].items()}
@@ -120,7 +159,9 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
         [
             f"python -m reproduction.leaderboard{model} --dtype {settings['dtype']}",
             f"--suites {','.join(suites)} --samples {most} --seed {settings['seed']}",
-            f"--shares {','.join(f'{share:g}' for share in shares)}",
+            " ".join(
+                f"{option} {','.join(f'{share:g}' for share in each) or QUOTES}" for option, each in shares.items()
+            ),
             f"--tasks {','.join(tasks)}",
             *(f"--text {text}" for text in dict.fromkeys(each["text"] for each in tasks.values() if "text" in each)),
             *([" ".join(files)] if files else []),
@@ -134,34 +175,52 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
 def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the page has of one suite."""
     tasks = list(dict.fromkeys(row["task"] for row in rows if row["task"] is not None))
-    scores = by_entry(rows)
-    columns = sorted({(target, seen) for _, target, seen in scores if target is not None}, key=lambda c: (-c[0], c[1]))
-    parts = [f"## {suite}\n", f"{len(tasks)} tasks: {', '.join(tasks)}.\n", _means(rows, scores, tasks, columns)]
+    counted = merged.counting(rows)
+    parts = [f"## {suite}\n", f"{len(tasks)} tasks: {', '.join(tasks)}.\n"]
+    if not counted:
+        return [
+            *parts,
+            f"The full cache scores less than {100 * merged.LEAST_FULL:g} % in all of them, so means say nothing.\n",
+            _not_run(rows),
+        ]
+    if left := [task for task in tasks if task not in counted]:
+        parts.append(
+            f"Means leave out {', '.join(left)}, where the full cache scores less than {100 * merged.LEAST_FULL:g} %.\n"
+        )
+    for of in conventions(rows):
+        mine = [row for row in rows if merged.of(row) == of or row["target"] is None]
+        parts += [f"### {suite}, {CONVENTIONS[of][0]}\n", *_of_convention(mine, counted)]
+        if len(tasks) > 1:
+            scores = merged.by_entry(mine)
+            for column in _columns(scores):
+                parts += [
+                    f"### {suite}, {CONVENTIONS[of][0]}: {_titled(column)}, by task\n",
+                    _tasks(scores, tasks, column),
+                ]
+    return [*parts, _not_run(rows)]
+
+
+def _columns(scores: Mapping[tuple[str, float | None, bool], Any]) -> list[Column]:
+    return sorted({(target, seen) for _, target, seen in scores if target is not None}, key=lambda c: (-c[0], c[1]))
+
+
+def _of_convention(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[str]:
+    """Means of one convention, and what is to be said of them. `rows` include those of the full cache."""
+    counted = [row for row in rows if row["task"] is None or row["task"] in tasks]
+    scores = merged.by_entry(counted)
+    columns = _columns(scores)
+    parts = [_means(counted, scores, tasks, columns)]
     flat = [column for column in columns if not column[1] and not headroom(scores, column)]
     if flat:
         parts.append(
             f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not significantly better "
             "than\nStreamingLLM, so differences between policies mean nothing there.\n"
         )
-    unable = [row for row in rows if row["task"] is None]
-    if empty := _unreached(rows, columns):
+    if empty := _unreached(counted, columns):
         parts.append(empty)
-    if unable:
+    if unable := [row for row in rows if row["task"] is None]:
         parts.append(_unable(unable))
-    parts.append(_not_run(rows))
-    if len(tasks) > 1:
-        for column in columns:
-            parts += [f"### {suite}, {_titled(column)}, by task\n", _tasks(scores, tasks, column)]
     return parts
-
-
-def by_entry(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None, bool], dict[str, np.ndarray]]:
-    """Scores by task, of every policy at every share."""
-    found: dict[tuple[str, float | None, bool], dict[str, np.ndarray]] = {}
-    for row in rows:
-        if "scores" in row:
-            found.setdefault((row["policy"], row["target"], row["seen"]), {})[row["task"]] = merged.samples(row)
-    return found
 
 
 def headroom(scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], column: Column) -> bool:
@@ -276,10 +335,10 @@ def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the picture is drawn from: the question unseen, a point for each policy at each share."""
     found = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        mine = [row for row in rows if row["suite"] == suite and "scores" in row and not row["seen"]]
+        mine = merged.at_equal_bytes([row for row in rows if row["suite"] == suite])
         tasks = {row["task"] for row in mine}
         bytes_held = {(row["policy"], row["target"]): (row["held"], row["full"]) for row in mine}
-        for (policy, target, _), scores in by_entry(mine).items():
+        for (policy, target, _), scores in merged.by_entry(mine).items():
             if set(scores) == tasks:
                 held, full = bytes_held[policy, target]
                 mean, _ = merged.mean_and_error(scores.values())

@@ -11,7 +11,6 @@ from kvjax.evals import Example, Format, Task
 from kvjax.evals.longbench import tasks as longbench_tasks
 from kvjax.evals.ruler import TASKS
 from kvjax.evals.tasks import Inputs, make_task
-from kvjax.runtime.decoding import CHUNK
 
 LONGBENCH = ("multi_news", "multifieldqa_zh", "passage_retrieval_zh")
 """LongBench's tasks that the page has."""
@@ -103,6 +102,13 @@ class Suite:
         """Tokens of the longest prompt, the question among them if it is seen."""
         return max(context + question if seen else context for context, question, _ in self._sizes)
 
+    def prompt_share(self, seen: bool) -> float:
+        """Share of all tokens of a row that belong to its prompt, the question among them if it is seen: the mean over rows."""
+        shares = [
+            (context + question * seen) / (context + question + answer) for context, question, answer in self._sizes
+        ]
+        return sum(shares) / len(shares)
+
     def lengths(self, seen: bool) -> tuple[int, ...]:
         """Tokens of prompts that stand for all of them: the middles of `STRATA` equal parts of their sorted lengths, rounded up.
 
@@ -116,11 +122,6 @@ class Suite:
     def shortest(self) -> int:
         """Tokens that the row which reaches the fewest has in all."""
         return min(map(sum, self._sizes))
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether some answers take more than the one call of a program that reads the question."""
-        return any(each.stop or each.max_new_tokens > CHUNK for asked in self.asked.values() for each in asked.examples)
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int, int]]:

@@ -16,10 +16,10 @@ TEXT = np.random.default_rng(4).integers(0, 48, size=40).tolist()
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    "name", ["gemma-3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral"))]
+    "name", ["gemma-3", "gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral"))]
 )
 def test_weights_are_those_of_transformers(name: str) -> None:
-    """With both full attention and sliding windows, another scale and norms; with full attention; and with windows."""
+    """With both full attention and sliding windows, another scale and norms; with sinks; with full attention; and with windows."""
     import torch
 
     model: Any = transformers_model(name)

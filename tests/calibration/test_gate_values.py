@@ -11,6 +11,7 @@ from policies.oracle_duoattention import mixed
 
 from kvjax.calibration.duoattention import CUE, Settings, gate_values, gated_attention, with_passkeys
 from kvjax.calibration.make_profile import profile
+from kvjax.pallas_kernels import prefill_attention
 from kvjax.policies import DuoAttention
 
 SETTINGS = Settings(steps=12, rate=0.1, sinks=2, recent=4, passkeys=2, length=5)
@@ -40,6 +41,19 @@ def test_the_mixture_is_its_definition():
     for head in range(4):
         heads = case.q[0, :, head], case.k[0, :, head // 2], case.v[0, :, head // 2]
         np.testing.assert_allclose(got[0, :, head], mixed(*heads, gates[head // 2], 2, 4), atol=2e-5)
+
+
+def test_attention_sinks_are_in_both_softmaxes():
+    """With gates of one the mixture is full attention."""
+    case, sinks = make_case(1, [20], 0, heads=4, kv_heads=2), jnp.asarray([1.0, -1.0, 3.0, 0.0])
+    q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
+    options = {"sinks": 2, "recent": 4, "attention_sinks": sinks}
+    got = gated_attention(jnp.ones(2), ROPE, q, k, v, **options)
+    pos = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
+    want = prefill_attention(ROPE.rotate(q, pos), ROPE.rotate(k, pos), v, scale=q.shape[-1] ** -0.5, sinks=sinks)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    whole = gated_attention(jnp.zeros(2), ROPE, q, k, v, **options | {"recent": q.shape[1]})
+    np.testing.assert_allclose(whole, want, atol=2e-5)
 
 
 def test_heads_that_do_nothing_need_nothing(tiny):

@@ -12,7 +12,7 @@ from policies.oracle_arrays import softmax
 from kvjax.calibration.make_profile import make_profile
 from kvjax.calibration.razorattention import Matches, Settings, match_scores, random_tokens, retrieval_heads
 from kvjax.config import PRESETS, RopeConfig
-from kvjax.models import ModelConfig, abstract
+from kvjax.models import ModelConfig, abstract, init
 from kvjax.policies import DuoAttention, PolicyError
 
 
@@ -156,3 +156,9 @@ def test_what_cannot_be_read(known, tmp_path):
 def test_bad_settings(options, says):
     with pytest.raises(ValueError, match=says):
         Settings(**options)
+
+
+def test_models_with_attention_sinks_are_refused(tiny):
+    sinks = init(tiny.config.with_attention(sinks=True), jax.random.key(0))
+    with pytest.raises(ValueError, match="attention sinks, such as llama"):
+        match_scores(sinks, np.zeros((1, 4), np.int32))

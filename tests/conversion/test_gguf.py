@@ -44,6 +44,31 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 16.0,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GLM4_MOE = {
+    "model_type": "glm4_moe",
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "n_group": 3,
+    "topk_group": 2,
+    "use_qk_norm": True,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "sliding_window": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased": {"attention_bias": True},
@@ -55,6 +80,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": GRANITE,
     "mistral3": {"model_type": "ministral3", "head_dim": 8},
     "glm4": {"model_type": "glm4", "head_dim": 8, "attention_bias": True},
+    "glm4moe": GLM4_MOE,
+    "gpt-oss": GPT_OSS,
     "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "norm_topk_prob": True},
     "qwen3moe-mixed": {
         "model_type": "qwen3_moe",
@@ -73,6 +100,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
 }
 METADATA: dict[str, dict[str, Any]] = {
+    "gpt-oss": {
+        "gpt-oss.attention.sliding_window": 16,
+        "gpt-oss.rope.scaling.type": "yarn",
+        "gpt-oss.rope.scaling.factor": 4.0,
+        "gpt-oss.rope.scaling.original_context_length": 32,
+    },
     "phi3": {"phi3.attention.sliding_window": 20},
     "mistral3": {
         "mistral3.attention.temperature_scale": 0.1,
@@ -80,6 +113,14 @@ METADATA: dict[str, dict[str, Any]] = {
         "mistral3.rope.scaling.factor": 16.0,
         "mistral3.rope.scaling.original_context_length": 16384,
         "mistral3.rope.scaling.yarn_log_multiplier": 1.0,
+    },
+    "glm4moe": {
+        "glm4moe.expert_shared_count": 2,
+        "glm4moe.expert_weights_scale": 2.5,
+        "glm4moe.expert_weights_norm": True,
+        "glm4moe.expert_gating_func": 2,
+        "glm4moe.expert_group_count": 3,
+        "glm4moe.expert_group_used_count": 2,
     },
     "granite": {
         "granite.embedding_scale": 12.0,
@@ -124,6 +165,15 @@ def assert_equal(ours: Params, theirs: Params) -> None:
 def test_families(tmp_path: Path, name: str) -> None:
     config = without_tokens(from_hf(HF_CONFIG | FAMILIES[name]))
     values = write_gguf(tmp_path / "m.gguf", config, metadata=METADATA.get(name))
+    assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
+
+
+def test_layers_that_predict_further_tokens_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """GLM-4.5's files store one after the model's layers."""
+    config = without_tokens(from_hf(HF_CONFIG | GLM4_MOE))
+    further = {f"blk.2.{name}.weight": np.ones((32, 64), np.float32) for name in ("nextn.eh_proj", "ffn_down")}
+    metadata = METADATA["glm4moe"] | {"glm4moe.nextn_predict_layers": 1}
+    values = write_gguf(tmp_path / "m.gguf", config, metadata=metadata, extra=further, predictors=1)
     assert_equal(load(tmp_path / "m.gguf"), from_state_dict(config, values))
 
 
@@ -295,7 +345,7 @@ def test_longrope_from_factor_tensors(tmp_path: Path, original: int, factor: flo
 @pytest.mark.parametrize(
     ("kind", "metadata", "extra", "message"),
     [
-        ("MXFP4", {}, {}, r"tensor token_embd.weight has type MXFP4; supported are F32, F16, BF16, Q8_0, Q4_0"),
+        ("TQ2_0", {}, {}, r"tensor token_embd.weight has type TQ2_0; supported are F32, F16, BF16, Q8_0, Q4_0"),
         ("F32", {"llama.expert_count": 8}, {}, r"a mixture of 8 experts, but no layer has a ffn_gate_inp.weight"),
         ("F32", {"llama.rope.scaling.type": "longrope"}, {}, r"unsupported rope scaling 'longrope'"),
         (
@@ -317,7 +367,8 @@ def test_says_what_it_cannot_read(
     tmp_path: Path, kind: str, metadata: dict[str, Any], extra: dict[str, np.ndarray], message: str
 ) -> None:
     file = tmp_path / "m.gguf"
-    write_gguf(file, without_tokens(from_hf(HF_CONFIG)), kind, metadata, extra)
+    wide = {} if kind == "F32" else {"hidden_size": 256, "intermediate_size": 256}
+    write_gguf(file, without_tokens(from_hf(HF_CONFIG | wide)), kind, metadata, extra)
     with pytest.raises(CheckpointError, match=message) as raised:
         load(file)
     assert str(file) in str(raised.value)

@@ -18,6 +18,16 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
 GLM = {"model_type": "glm", "head_dim": 8, "eos_token_id": [1, 2]}
 
+GLM4_MOE = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 3,
+    "topk_group": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.5,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA3 = {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16, "rope_theta": 1e6}
 
@@ -86,6 +96,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 20000.0}},
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 16},
+    "glm4-moe": GLM4_MOE,
+    "gpt-oss": {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16},
+    "gpt-oss-plain": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+    "glm4-moe-only": GLM4_MOE | {"first_k_dense_replace": 0, "use_qk_norm": True, "n_shared_experts": 0},
     "gemma3": GEMMA3,
     "gemma3-4b": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "attention_bias": True},
     "gemma3-27b": GEMMA3 | {"query_pre_attn_scalar": 10, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
@@ -504,7 +524,7 @@ def test_says_what_it_cannot_write() -> None:
     ("key", "change", "message"),
     [
         ((), {"experts": 8}, "unknown fields experts of ModelConfig; a newer kvjax may have written them"),
-        (("kinds", 0, "mixer"), {"sinks": True}, "unknown fields sinks of AttentionConfig; a newer kvjax"),
+        (("kinds", 0, "mixer"), {"caps": True}, "unknown fields caps of AttentionConfig; a newer kvjax"),
         (("kinds", 0, "mixer"), {"type": "Mamba"}, "unknown mixer 'Mamba'; known are AttentionConfig"),
         (("kinds", 0, "mixer"), {"rope": {"theta": 1e4, "dim": 8}}, "fields interleaved of RopeConfig are missing"),
         (

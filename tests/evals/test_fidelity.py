@@ -1,5 +1,6 @@
 """Attention under a policy beside full attention, against plain definitions over what the policy keeps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import kvjax
 from kvjax.analysis.layers import jaccard, kept
 from kvjax.analysis.recording import record
 from kvjax.evals import fidelity
-from kvjax.models import transformer
+from kvjax.models import init, transformer
 from kvjax.models.attention import causal_attention
 from reproduction.analyses.layer_loss import attention_similarity
 
@@ -107,5 +108,8 @@ def test_what_cannot_be_compared(tiny, readings):
         fidelity.fidelity(tiny, readings[0], PROMPT, "full", top=0)
     with pytest.raises(ValueError, match="text is empty"):
         fidelity.read(tiny, [])
+    sinks = init(tiny.config.with_attention(sinks=True), jax.random.key(0))
+    with pytest.raises(ValueError, match="not implemented for models with attention sinks"):
+        fidelity.read(sinks, TEXTS[0])
     with pytest.raises(kvjax.PolicyError, match="unknown policy"):
         fidelity.fidelity(tiny, readings[0], PROMPT, "nope")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.runtime import many as lists
 from kvjax.runtime.batch import Batch
 from kvjax.runtime.mesh import on_mesh
 from kvjax.runtime.rollouts import Rollouts
@@ -11,7 +12,9 @@ from kvjax.runtime.rollouts import Rollouts
 
 @pytest.mark.parametrize("policy", ["full", "rkv:40", "treekv:32", "adakv:32", "quest:32"])
 @pytest.mark.parametrize("mesh", ["model=2", "sequence=2", "data=2,model=2"])
-def test_lists_over_a_mesh(policy, mesh, tiny):
+def test_lists_over_a_mesh(policy, mesh, tiny, monkeypatch):
+    """Short prompts are read together in one of the three."""
+    monkeypatch.setattr(lists, "tokens_together", lambda: 100 if mesh == "model=2" else 0)
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 64, size).tolist() for size in (50, 9, 33, 40, 17)]
     options = {"max_new_tokens": [9, 14, 3, 8, 20], "rows": 4, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Models with window rings and with mixtures of experts, compiled by the TPU's own compiler at the width of real models."""
+"""Models with window rings, with mixtures of experts and with attention sinks, compiled by the TPU's own compiler at the width of real models."""
 
 import dataclasses
 
@@ -25,8 +25,12 @@ def windows_and_full() -> ModelConfig:
     return ModelConfig("gemma3_text", 65536, 5376, layers, 131072, norm_offset=1.0, tied=True, embed_scale=73.5)
 
 
-MODELS = {"windows": windows_and_full(), "experts": PRESETS["qwen3-30b-a3b"].with_depth(2)}
-DEPTHS = {"windows": 62, "experts": 48}
+MODELS = {
+    "windows": windows_and_full(),
+    "experts": PRESETS["qwen3-30b-a3b"].with_depth(2),
+    "sinks": PRESETS["gpt-oss-20b"].with_depth(2),
+}
+DEPTHS = {"windows": 62, "experts": 48, "sinks": 24}
 """Layers of the real models. Two are compiled."""
 
 CASES = [

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.bench.floor import weight_bytes
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.config import PRESETS, AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig
-from kvjax.conversion import CheckpointError, from_hf, load, quantize_weights
+from kvjax.conversion import CheckpointError, from_hf, load, quantize_weights, to_hf
 from kvjax.models import Params, abstract, init
 from kvjax.models.experts import route, routed
 from kvjax.models.params import Experts, nbytes
@@ -64,6 +64,54 @@ def test_routing_by_hand(normalized: bool, expected: list[float]) -> None:
     experts, shares = route(moe, router, jnp.asarray([[1.0, 5.0], [-1.0, 3.0], [0.0, 2.0]]))
     np.testing.assert_array_equal(experts, [[0, 1], [3, 2], [0, 1]])  # ties go to the first
     np.testing.assert_allclose(shares[:2], [expected] * 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "normalized", "expected"),
+    [(1.0, True, [0.362110, 0.637890]), (2.5, True, [0.905274, 1.594726]), (2.5, False, [1.25, 2.201993])],
+)
+def test_sigmoid_routing_by_hand(scale: float, normalized: bool, expected: list[float]) -> None:
+    """Logits 2, 1, 0, -1, of which the third is preferred by its bias alone: the bias does not weight its output."""
+    moe = MoEConfig(4, 2, 8, normalized, router="sigmoid", output_scale=scale)
+    router = jnp.asarray([[2.0, 0], [1, 0], [0, 0], [-1, 0]])
+    experts, shares = route(moe, router, jnp.asarray([[1.0, 5.0]]), jnp.asarray([0.0, 0, 0.5, 0]))
+    np.testing.assert_array_equal(experts, [[2, 0]])
+    np.testing.assert_allclose(shares, [expected], atol=1e-6)
+
+
+def test_experts_of_the_best_groups_by_hand() -> None:
+    """Sigmoids .9 .1 | .6 .5 | .4 .45: the groups' sums are 1, 1.1 and .85, so that expert 0 is left out with one group."""
+    sigmoids = np.array([0.9, 0.1, 0.6, 0.5, 0.4, 0.45], np.float32)
+    router = jnp.asarray(np.log(sigmoids / (1 - sigmoids))[:, None])
+    for groups, expected in ((1, [2, 3]), (2, [0, 2]), (3, [0, 2])):
+        moe = MoEConfig(6, 2, 8, router="sigmoid", groups=3, groups_per_token=groups)
+        experts, _ = route(moe, router, jnp.ones((1, 1)), jnp.zeros(6))
+        np.testing.assert_array_equal(experts, [expected])
+
+
+def test_biases_of_a_sigmoid_router_stay_in_float32(tmp_path: Path) -> None:
+    """In a model in bfloat16, from and to files. Differences of 1e-4 beside 5 are lost in bfloat16."""
+    config = from_hf(
+        HF_CONFIG
+        | {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    )
+    biases = np.float32(5) + np.arange(4, dtype=np.float32) * np.float32(1e-4)
+    tensors = {name: biases if "correction" in name else x for name, x in weights(config).items()}
+    write_hf(tmp_path / "hf", HF_CONFIG | to_hf(config), tensors)
+    params = load(tmp_path / "hf", dtype="bfloat16")
+    for form in ("safetensors", "orbax"):
+        kvjax.save(params, tmp_path / form, format=form)
+    read = [load(tmp_path / form, dtype="bfloat16") for form in ("safetensors", "orbax")]
+    for each in (params, quantize_weights(params, "int8"), *read):
+        found = each.layers[1].mlp
+        assert isinstance(found, Experts)
+        assert found.choice_bias is not None
+        assert found.choice_bias.dtype == np.float32
+        np.testing.assert_array_equal(found.choice_bias, biases)
+    assert params.dtype == jnp.bfloat16
+    prompt = [3, 1, 4, 1, 5]
+    kvjax.Engine(load(tmp_path / "hf"), batch=1, prompt_len=8, max_new_tokens=4, policy="full", dtype="bfloat16")
+    assert len(kvjax.generate(params, prompt, policy="full", max_new_tokens=4, ignore_eos=True).tokens) == 4
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 42, 43, 300])
@@ -129,6 +177,22 @@ def test_bound_counts_experts_that_are_hit() -> None:
     assert nbytes(shapes) == pytest.approx(61.06e9, rel=1e-3)
     for rows, gb in ((1, 6.08), (2, 9.48), (4, 15.65), (8, 25.84), (16, 39.80)):
         assert weight_bytes(shapes, rows) == pytest.approx(1e9 * gb, rel=2e-3)
+
+
+def test_experts_in_mxfp4() -> None:
+    """gpt-oss-20b: 13.8 GB, of which a step of one row reads 3.7, and 9.1 of eight. Other matrices stay in bfloat16."""
+    shapes = abstract(PRESETS["gpt-oss-20b"], "bfloat16", weights="mxfp4", embedding="mxfp4")
+    assert nbytes(shapes) == pytest.approx(13.76e9, rel=1e-3)
+    for rows, gb in ((1, 3.72), (8, 9.11)):
+        assert weight_bytes(shapes, rows) == pytest.approx(1e9 * gb, rel=2e-3)
+    p = experts_of(shapes)
+    assert (getattr(p.gate_experts, "kind", None), p.router.dtype) == ("mxfp4", jnp.bfloat16)
+    made = init(model(MoEConfig(4, 2, 64)), jax.random.key(0), weights="mxfp4")
+    assert 1 / 1.5 < float(jnp.std(numbers(experts_of(made).gate_experts))) * 32**0.5 < 1.5
+    with pytest.raises(ValueError, match="weights='mxfp4' is for experts"):
+        abstract(PRESETS["llama-2-7b"], weights="mxfp4")
+    with pytest.raises(ValueError, match="a matrix with 20 inputs cannot be in MXFP4"):
+        abstract(model(MoEConfig(4, 2, 20)), weights="mxfp4")
 
 
 def test_wrong_mixtures_say_what_is_wrong() -> None:

@@ -81,6 +81,7 @@ def test_initial_scale_in_fewer_bits(kind: str, codes: int, accuracy: float) -> 
         ("llama-2-7b", 6_738_415_616),
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
         ("smollm2-135m", 134_515_008),
     ],
 )

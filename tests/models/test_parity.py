@@ -78,8 +78,19 @@ def test_greedy_decoding_equals_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma-3", "olmo3", "granite", "ministral-3", "qwen3-moe-mixed", "qwen2-moe", "olmoe", "mixtral"),
-        *("qwen3.5", "qwen3.5-moe", "qwen3-next"),
+        "gemma-3",
+        "olmo3",
+        "granite",
+        "ministral-3",
+        "qwen3-moe-mixed",
+        "qwen2-moe",
+        "olmoe",
+        "mixtral",
+        "glm-4.5-air",
+        "gpt-oss",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "qwen3-next",
     ],
 )
 def test_what_is_written_is_the_same_model(name: str, tmp_path: Path) -> None:

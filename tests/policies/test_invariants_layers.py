@@ -1,11 +1,12 @@
 """The invariants in which a model takes part, of every policy, over models with other layers than Llama's.
 
 One model has layers with windows among those that policies compress, one has recurrent layers too, one has mixtures of
-experts, and one has what else families differ in.
+experts, one has attention sinks, and one has what else families differ in.
 """
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,7 @@ import kvjax
 from kvjax.cache import layer_specs
 from kvjax.config import DeltaNetConfig, LayerConfig, ModelConfig, MoEConfig
 from kvjax.models import Params, init
+from kvjax.models.params import name_of
 from kvjax.policies import Policy
 from kvjax.policies.families.ring import RingLayer
 from kvjax.policies.profile import Profile, fingerprint
@@ -28,10 +30,12 @@ REPRESENTATIVE = {
     "windows": {"treekv", "adakv", "quest", "turboquant(full)"},
     "recurrent": {"snapkv"},
     "experts": {"snapkv"},
+    "sinks": {"h2o", "quest"},
     "families": {"treekv"},
 }
 """Policies of the slow tier, by model. Other policies are in the tier `long`. Windows have policies that merge tokens, that
-have a budget per head, that select and that quantise. No policy changes recurrent states, and experts change no cache. Other families have a policy that rotates keys
+have a budget per head, that select and that quantise. No policy changes recurrent states, and experts change no cache. Sinks have
+a policy that scores by probabilities, and one that selects. Other families have a policy that rotates keys
 again.
 """
 
@@ -52,8 +56,20 @@ def recurrent(config: ModelConfig) -> ModelConfig:
 
 
 def mixed(config: ModelConfig) -> ModelConfig:
-    """The model with experts in its two layers, the second of which has a shared MLP too."""
-    experts = MoEConfig(4, 2, 32), MoEConfig(5, 2, 16, normalized=False, shared=32, shared_gate=True)
+    """The model with experts in its two layers, the second of which has a shared MLP too and a sigmoid router."""
+    sigmoid = MoEConfig(
+        6,
+        2,
+        16,
+        normalized=False,
+        shared=32,
+        shared_gate=True,
+        router="sigmoid",
+        groups=3,
+        groups_per_token=2,
+        output_scale=2.0,
+    )
+    experts = MoEConfig(4, 2, 32), sigmoid
     return dataclasses.replace(config, layers=tuple(LayerConfig(config.layers[0].mixer, each) for each in experts))
 
 
@@ -65,6 +81,22 @@ def varied(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, layers=layers, embed_scale=2.0, residual_scale=0.5, logit_divisor=0.5)
 
 
+def with_sinks(config: ModelConfig) -> Params:
+    """A random model with sinks of about the size of the logits, and experts with biases, as in gpt-oss."""
+    layer = config.layers[0]
+    experts = MoEConfig(4, 2, 32, activation="clamped_swiglu", bias=True)
+    layer = LayerConfig(dataclasses.replace(layer.mixer, sinks=True), experts)
+    params = init(dataclasses.replace(config, layers=(layer,) * config.num_layers), jax.random.key(9))
+
+    def drawn(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
+        if not name_of(path).endswith(("sinks", "bias")):
+            return leaf
+        seed = zlib.crc32(name_of(path).encode())
+        return jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, params)
+
+
 @functools.cache
 def model(name: str) -> Params:
     """A random model that policies which are bound to `TINY` fit."""
@@ -72,6 +104,8 @@ def model(name: str) -> Params:
         return init(mixed(TINY), jax.random.key(6))
     if name == "recurrent":
         return init(recurrent(TINY), jax.random.key(7))
+    if name == "sinks":
+        return with_sinks(TINY)
     if name == "families":
         return init(varied(TINY), jax.random.key(8))
     found = init(windowed(TINY, 8, None, 24, None), jax.random.key(5))

@@ -129,10 +129,17 @@ def test_the_page_of_made_up_numbers(tmp_path):
     assert "No headroom" not in text
     for each in rows:
         if each["policy"] == "full":
-            each["scores"] = [0.0, 0.1, 0.3]
+            each["scores"] = [0.5, 0.6, 0.5]
+        if each["policy"] == "streaming_llm":
+            each["scores"] = [0.6, 0.5, 0.6]
     text = page.render(merged.merge([written(tmp_path / "part", rows)]), "leaderboard-abacus.json")
     assert "No headroom at 50 %: the full cache" in text
     assert "| `snapkv` | 90.0 ± 4.1 (50.0 %) |" in text
+    for each in rows:
+        if each["policy"] == "full":
+            each["scores"] = [0.5, 0.4, 0.5]
+    text = page.render(merged.merge([written(tmp_path / "part", rows)]), "leaderboard-abacus.json")
+    assert "The full cache scores less than 50 % in all of them" in text
 
 
 def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
@@ -159,6 +166,22 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
     assert '--seeing "snapkv"' in text
     assert "--qa-2 hotpot.json" in text
     assert "--qa-1" not in text
+
+
+def test_each_convention_has_its_table(tmp_path):
+    """Rows at shares of the prompt are beside those at shares of bytes, and tasks that the full cache cannot do do not count."""
+    rows = [row("full", "vt", [1.0] * 20, None), row("full", "cwe", [0.0] * 19 + [1.0], None)]
+    for policy, score in (("snapkv", 1.0), ("tova", 0.5)):
+        rows += [row(policy, task, [score] * 20) for task in ("vt", "cwe")]
+        for seen in (False, True):
+            rows += [{**row(policy, task, [score / 2] * 20, 0.25, seen=seen), "of": "prompt"} for task in ("vt", "cwe")]
+    text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
+    assert "Means leave out cwe, where the full cache scores less than 50 %" in text
+    held, kept = text.split("### ruler-64, equal bytes\n")[1].split("### ruler-64, equal shares of the prompt\n")
+    assert "| `snapkv` | **100.0 ± 0.0** (50.0 %) |" in held
+    assert "| policy | 25 %, question-agnostic | 25 %, question-aware |" in kept
+    assert "| `snapkv` | **50.0 ± 0.0** (50.0 %) | **50.0 ± 0.0** (50.0 %) |" in kept
+    assert '--shares 0.5 --prompt-shares 0.25 --read-shares ""' in text
 
 
 def test_kvpress_finds_what_it_expects(tmp_path):
@@ -218,7 +241,7 @@ def test_rows_hold_a_share_of_what_they_hold_in_full(talker, uneven):
     assert (uneven.longest(False), uneven.longest(True)) == (4000, 4060)
     assert uneven.lengths(False) == (512, 1024, 3072, 4096)  # of the 1st, 3rd, 4th and 6th of six
     for policy, seen in (("tova", False), ("snapkv", False), ("snapkv", True)):
-        (_, *found) = cells.cells(talker, cells.wanted(uneven, [policy], [0.5], ["snapkv"]))
+        (_, *found) = cells.cells(talker, cells.wanted(uneven, [policy], {"bytes": [0.5]}, ["snapkv"]))
         cell = next(each for each in found if each.seen is seen)
         assert isinstance(cell.fitted.budget, float)
         held, full = [], []
@@ -236,7 +259,7 @@ def test_rows_hold_a_share_of_what_they_hold_in_full(talker, uneven):
 
 def test_budgets_are_found_once(talker, uneven, tmp_path, monkeypatch):
     """What a file has is not sought again, also after its last line was cut short; where there was none, there may be one now."""
-    entries = cells.wanted(uneven, ["tova", "catekv"], [0.5], [])
+    entries = cells.wanted(uneven, ["tova", "catekv"], {"bytes": [0.5]}, [])
     path = tmp_path / "budgets.jsonl"
     first = cells.cells(talker, entries, cells.Budgets(path, "model"))
     lines = path.read_text().splitlines(keepends=True)
@@ -254,7 +277,7 @@ def test_budgets_are_found_once(talker, uneven, tmp_path, monkeypatch):
 
 def test_budgets_inside_a_transform_and_schemes_without_eight_bits(talker, uneven):
     """The budget of what a transform is around is fitted, and where a scheme has no codes of 8 bits, its others are tried."""
-    entries = cells.wanted(uneven, ["critical(snapkv)", "turboquant"], [0.5], [])
+    entries = cells.wanted(uneven, ["critical(snapkv)", "turboquant"], {"bytes": [0.5]}, [])
     _, critical, turboquant = cells.cells(talker, entries)
     assert critical.why == ""
     assert 0 < critical.fitted.policy.budget < 0.5
@@ -263,18 +286,52 @@ def test_budgets_inside_a_transform_and_schemes_without_eight_bits(talker, uneve
     assert "codes" not in turboquant.why
 
 
+def test_a_share_of_the_prompt_is_kept_and_new_tokens_in_addition(talker, uneven):
+    """Of each prompt alike, with the question if it is seen; a policy that compresses while decoding compresses the prompt alone."""
+    entries = cells.wanted(uneven, ["snapkv", "tova", "kivi", "quest"], {"prompt": [0.25], "read": [0.125]}, None)
+    assert [(entry.policy, entry.seen, entry.of) for entry in entries[1:]] == [
+        ("snapkv", False, "prompt"),
+        ("snapkv", True, "prompt"),
+        ("tova", False, "prompt"),
+        ("tova", True, "prompt"),
+        ("quest", False, "read"),
+    ]
+    _, unseen, seen, tova, _, quest = cells.cells(talker, entries)
+    assert unseen.fitted.budget == pytest.approx(0.25 * uneven.prompt_share(False), rel=0.01)
+    assert seen.fitted.budget > unseen.fitted.budget
+    assert str(tova.fitted).startswith("prompt_only(tova")
+    assert quest.fitted.budget == pytest.approx(0.125 * uneven.prompt_share(False), rel=0.01)
+    assert quest.why == unseen.why == ""
+    held, whole = (
+        bytes_held(unseen.fitted, talker.config, length, 512, talker.dtype) / talker.config.cache_bytes_per_token(4)
+        for length in (1024, 3072)
+    )
+    share = unseen.fitted.budget
+    assert held == pytest.approx(share * (1024 + 512) + 512, rel=0.2)
+    assert whole == pytest.approx(share * (3072 + 512) + 512, rel=0.2)
+
+
+def test_heads_that_keep_everything_count(talker, uneven):
+    """A policy with such heads keeps less in the others, and is not run at shares that these heads alone exceed."""
+    heads = (("consistent", "adaptive"),) * talker.config.num_layers
+    policy = str(get_policy("catekv", profile=heads))
+    _, most, least = cells.cells(talker, cells.wanted(uneven, [policy], {"prompt": [0.75, 0.25]}, []))
+    assert most.why == ""
+    prompt = uneven.prompt_share(False)
+    assert most.held == pytest.approx((0.75 * prompt + 1 - prompt) * most.full, rel=0.02)
+    assert least.why.startswith("needs at least 5")
+
+
 def test_all_that_answers_take_is_compiled_ahead(talker, uneven):
-    """Answers of more tokens than one call returns, or that end at a string, take the decoding program as well."""
-    (cell,) = cells.cells(talker, cells.wanted(uneven, [], [], []))
+    """Also for answers of more tokens than one call returns, or that end at a string."""
+    (cell,) = cells.cells(talker, cells.wanted(uneven, [], {}, []))
     cell = dataclasses.replace(cell, fitted=get_policy("full"))
     engine = batches.Roomy(talker, cell.fitted, cell.suite, 1, cell.seen)
     engine.compile_all()
     compiled = decoding.decode.compile_seconds, decoding.answer.compile_seconds, decoding.prefill.compile_seconds
     engine.executables(given=engine.given)
-    engine.executables()
     again = decoding.decode.compile_seconds, decoding.answer.compile_seconds, decoding.prefill.compile_seconds
     assert again == compiled
-    assert uneven.goes_on
 
 
 def test_parts_deal_everything_once():
@@ -305,7 +362,24 @@ def command(talker, shared, monkeypatch, tmp_path):
     """Runs the program on a small random model, and tells the rows it has written."""
     monkeypatch.setattr(leaderboard.kvjax, "load", lambda model, dtype: talker)
     sizes = ["--suites", "ruler-1024", "--tasks", "niah_single_1,niah_multikey_1", "--policies", "snapkv,quest"]
-    sizes += ["--shares", "0.5", "--samples", "3", "--batch", "2", "--ahead", "1", "--data", str(shared / "data/tasks")]
+    sizes += [
+        "--shares",
+        "0.5",
+        "--prompt-shares",
+        "",
+        "--read-shares",
+        "",
+        "--seeing",
+        "snapkv",
+        "--samples",
+        "3",
+        "--batch",
+        "2",
+        "--ahead",
+        "1",
+        "--data",
+        str(shared / "data/tasks"),
+    ]
     sizes += ["--text", str(shared / "data/text/books/1661_The_Adventures_of_Sherlock_Holmes.txt")]
 
     def run(*options: str) -> list[dict]:
@@ -335,6 +409,20 @@ def test_runs_go_round_and_go_on(command, talker, capsys):
         mine = [each for each in ran if (each["policy"], each["task"], each["seen"]) == ("snapkv", task.name, seen)]
         expected = evaluate(talker, task, get_policy("snapkv", budget=mine[0]["settings"]["budget"]), query_aware=seen)
         assert list(itertools.chain(*(each["answers"] for each in mine))) == [each["answer"] for each in expected.rows]
+
+
+@pytest.mark.slow
+def test_shares_of_the_prompt_run_with_the_question_and_without(command, tmp_path):
+    options = ["--shares", "", "--prompt-shares", "0.25", "--read-shares", "0.5", "--policies", "tova,quest"]
+    ran = command(*options, "--tasks", "niah_single_1", "--samples", "2", "--seeing", "tova")
+    assert [(each["policy"], each.get("of"), each["seen"]) for each in ran] == [
+        ("full", None, False),
+        ("tova", "prompt", False),
+        ("tova", "prompt", True),
+        ("quest", "read", False),
+    ]
+    assert all(len(each["scores"]) == 2 for each in ran)
+    assert "of" in merged.merge([tmp_path / "part"])["rows"][1]
 
 
 def test_the_page_is_the_result_files():

@@ -6,10 +6,11 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kvjax.evals.report import read_rows
-from reproduction import peer_quality, reasoning, sections, weights_quality
+from reproduction import peer_quality, reasoning, sections, weights_error, weights_quality
 from reproduction.equal_bytes import batches
 
 
@@ -80,7 +81,8 @@ def test_a_result_file_is_scored_again(part, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "section", [reasoning.SECTION, peer_quality.SECTION, peer_quality.EXACT, weights_quality.SECTION]
+    "section",
+    [reasoning.SECTION, peer_quality.SECTION, peer_quality.EXACT, weights_quality.SECTION, weights_error.SECTION],
 )
 def test_pages_have_the_section_of_a_result_file(section):
     """No section without a file, and that of the file where there is one."""
@@ -166,3 +168,21 @@ def test_runs_go_round_and_go_on(talker, shared, monkeypatch, tmp_path, capsys):
     assert [len(each["scores"]) for each in first] == [2, 2, 1, 1]
     assert rows("--policies", "full,streaming_llm") == first
     assert all(each["held"] < each["full"] for each in first if each["policy"] != "full")
+
+
+def test_errors_of_logits_by_hand(talker, monkeypatch):
+    """Logits of three tokens after one token: a constant does not count, and a swap of the largest two does."""
+    exact, near = np.asarray([[[1.0, 0.0, -1.0]]]), np.asarray([[[2.0, 3.0, 1.0]]])
+    monkeypatch.setattr(
+        weights_error.transformer, "forward", lambda params, tokens: exact if params is talker else near
+    )
+    found = weights_error._differences.__wrapped__(talker, None, np.zeros((1, 1), np.int32))
+    assert found["error"] == pytest.approx(1.0)  # (0, 1, -1) beside (1, 0, -1): 2 / 2
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (exact[0, 0], near[0, 0]))
+    assert found["kl"] == pytest.approx(float(np.sum(p * np.log(p / q))), rel=1e-5)
+    assert found["same"] == 0
+
+
+def test_rows_of_quantised_files_say_what_they_are():
+    assert weights_quality.names("Qwen-Q4_K_M.gguf")["int4"] == "Q4_K_M, remainder in int4"
+    assert weights_quality.names("model") == {}

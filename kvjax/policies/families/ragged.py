@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token
-from kvjax.pallas_kernels import partial_ragged_attention, ragged_attention
+from kvjax.pallas_kernels import partial_ragged_attention
+from kvjax.pallas_kernels.sinks import with_sinks
 
 from ..layer import Carry
 from .scoring import PromptScorer, PromptScorerLayer
@@ -105,11 +106,12 @@ class RaggedLayer(PromptScorerLayer[P]):
         if state.slot_shards == 1:
             seen = None if visible is None else visible[:, 0]
             segments = state.start, state.next
-            return ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen), state, carry
+            part = partial_ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen)
+            return with_sinks(*part, token.sinks), state, carry
         seen = None if visible is None else cache.local_part(visible, state.slot_shards)[:, 0]
         segments = map(cache.stripes(state.slot_shards).below, (state.start, state.next))
         part = partial_ragged_attention(token.q_rotated, k, v, *segments, scale=self.spec.scale, visible=seen)
-        return cache.merged(*part, state.slot_shards), state, carry
+        return cache.merged(*part, state.slot_shards, token.sinks), state, carry
 
     def view(self, state: Ragged) -> LayerCache:
         k, v, positions = (x[:, 0] for x in (state.k, state.v, state.pos))

@@ -371,6 +371,7 @@ def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
         scale=spec.scale,
         sliding_window=spec.window,
         pos=prompt.places,
+        sinks=prompt.sinks,
     )
 
 
@@ -391,5 +392,6 @@ def last_queries(prompt: PromptKV, window: int, spec: LayerSpec, **options: Any)
         scale=spec.scale,
         sliding_window=spec.window,
         pos=prompt.places,
+        sinks=prompt.sinks,
         **options,
     )

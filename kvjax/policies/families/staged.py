@@ -74,7 +74,7 @@ class StagedLayer(CacheLayer[P]):
         rank = jnp.arange(size, dtype=jnp.int32)
         places = jnp.where(rank < lengths[:, None], rank, -1)[:, None]
         q = prompt.q_rotated[:, :size]  # of no use without the tokens' own positions
-        left = PromptKV(q, k, v, q, k, places, lengths, lengths, prompt.total.astype(jnp.int32) - dropped)
+        left = PromptKV(q, k, v, q, k, places, lengths, lengths, prompt.total.astype(jnp.int32) - dropped, prompt.sinks)
         inner, carry = self.select_from(left, prompt, carry)
         return Staged(inner, kept.pos, dropped), carry
 
@@ -99,7 +99,7 @@ class StagedLayer(CacheLayer[P]):
     def _ranked(self, state: Staged, token: Token) -> Token:
         """The token with its rank as its position. Its query and key are rotated to its original position."""
         rank = token.position - state.dropped
-        return Token(token.q_rotated, token.k_rotated, token.v, rank, NO_ROPE, token.live)
+        return Token(token.q_rotated, token.k_rotated, token.v, rank, NO_ROPE, token.live, sinks=token.sinks)
 
 
 def second_spec(first: PromptScorerLayer[Any]) -> LayerSpec:

@@ -15,6 +15,7 @@ from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock, codebook, packi
 from kvjax.cache.codecs import Codec, Floats
 from kvjax.pallas_kernels import Factors, decode_attention
 from kvjax.pallas_kernels.masking import MASKED
+from kvjax.pallas_kernels.sinks import with_sinks
 
 from ..layer import Carry, check_reads_blocks
 from .low_bit import LowBitLayer
@@ -100,11 +101,11 @@ class CodedLayer(LowBitLayer[Any]):
             visible &= state.pos > token.position[:, None, None] - spec.window
         given = token.q_rotated, token.k_rotated.astype(spec.dtype), token.v.astype(spec.dtype), state
         if state.slot_shards == 1:
-            return self._attention(*given, visible)[0], state, carry
+            return with_sinks(*self._attention(*given, visible), token.sinks), state, carry
         newest, size = state.next - 1, cache.local_slots(state.pos.shape[-1], state.slot_shards)
         mine = cache.local_slot(state, newest) < size
         part = self._attention(*given, cache.local_part(visible, state.slot_shards), mine)
-        return cache.merged(*part, state.slot_shards), state, carry
+        return cache.merged(*part, state.slot_shards, token.sinks), state, carry
 
     def _attention(
         self,
