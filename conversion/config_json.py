@@ -14,6 +14,7 @@ from pydantic import Field
 
 from kvjax.config import (
     AttentionConfig,
+    DeltaNetConfig,
     LayerConfig,
     Linear,
     Llama3,
@@ -33,7 +34,7 @@ VERSION = 2
 
 _SCALINGS = {kind.__name__: kind for kind in (Linear, Llama3, Yarn, LongRope)}
 
-_MIXERS = {AttentionConfig.__name__: AttentionConfig}
+_MIXERS = {kind.__name__: kind for kind in (AttentionConfig, DeltaNetConfig)}
 
 _MLPS = {kind.__name__: kind for kind in (MLPConfig, MoEConfig)}
 
@@ -74,8 +75,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(layer)
-    scaling, rope = layer.mixer.rope.scaling, fields["mixer"]["rope"]
-    if scaling is not None:
+    if isinstance(layer.mixer, AttentionConfig) and (scaling := layer.mixer.rope.scaling) is not None:
+        rope = fields["mixer"]["rope"]
         rope["scaling"] = {"type": type(scaling).__name__} | rope["scaling"]
     for name, part in (("mixer", layer.mixer), ("mlp", layer.mlp)):
         fields[name] = {"type": type(part).__name__} | fields[name]
@@ -109,7 +110,8 @@ def config_from_json(fields: Mapping[str, Any], source: str, version: int = VERS
 
 def _layer(fields: Mapping[str, Any], source: str) -> LayerConfig:
     parts = checked(_Layer, fields, source, "kinds.")
-    mixer = _typed("mixer", _MIXERS, parts.mixer, source, rope=_rope(parts.mixer, source))
+    built = {"rope": _rope(parts.mixer, source)} if "rope" in parts.mixer else {}
+    mixer = _typed("mixer", _MIXERS, parts.mixer, source, **built)
     return _build(LayerConfig, fields, source, mixer=mixer, mlp=_typed("mlp", _MLPS, parts.mlp, source))
 
 

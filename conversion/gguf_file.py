@@ -21,6 +21,7 @@ from pydantic import Field
 
 from kvjax.config import (
     AttentionConfig,
+    DeltaNetConfig,
     LayerConfig,
     Linear,
     Llama3,
@@ -35,6 +36,7 @@ from kvjax.config import (
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import Checkpoint, StoredTensor
+from .delta_nets import grouped_order
 from .errors import CheckpointError, listed, shortened, told
 from .gguf_tokenizer import ends, read_tokenizer
 from .hf_config import FAMILIES, Family
@@ -52,6 +54,9 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen35": gguf.MODEL_ARCH.QWEN35,
+    "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "mistral3": gguf.MODEL_ARCH.MISTRAL3,
@@ -77,6 +82,9 @@ FAMILY_OF: Mapping[str, str] = {name: name for name in ARCHITECTURES} | {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "qwen3vl": "qwen3",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
 }
 """Families, by `general.architecture`. A "llama" file with experts is of the family "mixtral", an "olmo2" file with a window of
 "olmo3"."""
@@ -90,7 +98,18 @@ ARCHITECTURE_OF = {family: name for name, family in FAMILY_OF.items()} | {
 PERMUTED = frozenset({"granite", "llama", "mistral3", "smollm3"})
 """Architectures whose files reorder the rows of query and key projections, see `_row_order`."""
 
-_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "mixtral": True, "olmoe": False, "gpt_oss": True}
+_TILED = frozenset({"qwen35", "qwen35moe"})
+"""Architectures whose files have the value heads of gated delta nets in another order, see `_tiled`."""
+
+_NORMALISES = {
+    "qwen2_moe": False,
+    "qwen3_moe": True,
+    "qwen3_5_moe_text": True,
+    "qwen3_next": True,
+    "mixtral": True,
+    "olmoe": False,
+    "gpt_oss": True,
+}
 """Whether weights of a token's experts are divided by their sum. Files of these families do not say, and llama.cpp has the same
 table.
 """
@@ -117,6 +136,19 @@ _EXPERT_TENSORS = {
     "shared_gate": "ffn_gate_inp_shexp.weight",
 }
 """Tensors of a mixture of experts in a layer, by parameter."""
+
+_DELTA_TENSORS = {
+    "q": "attn_qkv.weight",
+    "z": "attn_gate.weight",
+    "alpha": "ssm_alpha.weight",
+    "beta": "ssm_beta.weight",
+    "q_conv": "ssm_conv1d.weight",
+    "log_decay": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "out_norm": "ssm_norm.weight",
+    "o": "ssm_out.weight",
+}
+"""Tensors of a gated delta net, by their first parameter."""
 
 _SCALE_OF_WIDE = 62
 """Number of layers of the Gemma 3 model whose attention scale is (D / N) ** -0.5, and not that of its head dim.
@@ -170,14 +202,14 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path}: its {split.count} files hold {len(tensors)} tensors, but split.tensors.count says {split.num_tensors}"
         )
     config = read_config(metadata, tensors, path)
-    permuted = metadata["general.architecture"] in PERMUTED
+    architecture = metadata["general.architecture"]
     if predictors := _predictors(metadata, path):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(predictors)}
     return Checkpoint(
         source=path,
         format="gguf",
         config=config,
-        tensors={name: _stored(files[name], tensor, config, permuted) for name, tensor in tensors.items()},
+        tensors={name: _stored(files[name], tensor, config, architecture) for name, tensor in tensors.items()},
         layout_of=gguf_layout,
         ignored=lambda name: name in _ROPE_TENSORS,
         tokenizer=functools.partial(
@@ -361,6 +393,10 @@ def gguf_layout(config: ModelConfig) -> Layout:
     names = gguf.get_tensor_name_map(ARCHITECTURES[ARCHITECTURE_OF[config.family]], config.num_layers)
 
     def name_of(name: str, parameters: tuple[str, ...]) -> str:
+        if ".linear_attn." in name:
+            _, layer, _, own = parameters[0].split(".")
+            grouped = own == "beta" and len(parameters) == 2
+            return f"blk.{layer}.{'ssm_ba.weight' if grouped else _DELTA_TENSORS[own]}"
         if name.endswith(".sinks"):
             name += ".weight"
         layer, _, own = parameters[0].partition(".mlp.")
@@ -368,7 +404,18 @@ def gguf_layout(config: ModelConfig) -> Layout:
             return f"blk.{layer.removeprefix('layers.')}.{_EXPERT_TENSORS[own]}"
         return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
 
-    return {name_of(name, parameters): parameters for name, parameters in hf_layout(config).items()}
+    layout: dict[str, tuple[str, ...]] = {}
+    for name, parameters in hf_layout(config).items():
+        # Files have the gate apart.
+        parts = (parameters[:3], parameters[3:]) if name.endswith("in_proj_qkvz.weight") else (parameters,)
+        layout |= {name_of(name, each): each for each in parts}
+    return layout
+
+
+def _block(name: str) -> int:
+    """Number of the layer that a tensor belongs to; -1 for other tensors."""
+    match = re.match(r"blk\.(\d{1,9})\.", name)
+    return -1 if match is None else int(match[1])
 
 
 class _Metadata(Strict):
@@ -387,8 +434,15 @@ class _Metadata(Strict):
     embedding_length: Size
     block_count: Layers
     predictors: int = Field(0, alias="nextn_predict_layers", ge=0)
-    feed_forward_length: Size
+    feed_forward_length: Size | None = None
     context_length: Size
+    attention_every: Size | None = Field(None, alias="full_attention_interval")
+    recurrent: list[bool] | None = Field(None, alias="attention.recurrent_layers")
+    delta_conv: Size | None = Field(None, alias="ssm.conv_kernel")
+    delta_key_dim: Size | None = Field(None, alias="ssm.state_size")
+    delta_key_heads: Size | None = Field(None, alias="ssm.group_count")
+    delta_value_heads: Size | None = Field(None, alias="ssm.time_step_rank")
+    delta_value_width: Size | None = Field(None, alias="ssm.inner_size")
     num_heads: Size = Field(alias="attention.head_count")
     num_kv_heads: Size | None = Field(None, alias="attention.head_count_kv")
     head_dim: Size | None = Field(None, alias="attention.key_length")
@@ -494,6 +548,10 @@ def _layers(
 ) -> tuple[LayerConfig, ...]:
     """Derive the layers."""
     family = FAMILIES[family_name]
+    recurrent = _recurrent(fields, family, path)
+    dense = fields.feed_forward_length or fields.expert_width
+    if dense is None:
+        raise CheckpointError(f"{path}: neither feed_forward_length nor expert_feed_forward_length is there")
     head_dim = fields.head_dim or fields.embedding_length // fields.num_heads
     dim = fields.rope_dim or head_dim
     rope = RopeConfig(
@@ -509,10 +567,11 @@ def _layers(
         num_kv_heads=fields.num_kv_heads or fields.num_heads,
         head_dim=head_dim,
         rope=rope,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
+        qkv_bias=f"blk.{recurrent.index(False)}.attn_q.bias" in tensors,
+        output_bias=f"blk.{recurrent.index(False)}.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors if family.qk_norm is None else family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
+        gated=family.gated,
         sinks=family.sinks,
     )
     if family.query_scalar is not None and fields.num_layers == _SCALE_OF_WIDE:
@@ -522,7 +581,7 @@ def _layers(
         mixer = dataclasses.replace(mixer, query_growth=_decimal(fields.query_growth), query_period=period)
     if family.multipliers and fields.attention_scale is not None:
         mixer = dataclasses.replace(mixer, scale=_decimal(fields.attention_scale))
-    mlp = MLPConfig(fields.feed_forward_length, "blk.0.ffn_down.bias" in tensors, family.activation)
+    mlp = MLPConfig(dense, "blk.0.ffn_down.bias" in tensors, family.activation)
     local = rope
     if family.local_theta is not None:  # scaling is for full attention only
         theta = fields.local_theta or _LOCAL_THETA.get(family_name, fields.theta)
@@ -530,13 +589,13 @@ def _layers(
 
     moe = None
     if fields.expert_count:
-        width = fields.expert_width or fields.feed_forward_length
+        width = fields.expert_width or dense
         moe = MoEConfig(
             experts=fields.expert_count,
             per_token=fields.experts_used or 1,
             width=width,
             normalized=_NORMALISES.get(family_name, fields.experts_normalized),
-            shared=fields.shared_width or fields.feed_forward_length if family.shared_experts else None,
+            shared=fields.shared_width or dense if family.shared_experts else None,
             shared_gate=family.shared_experts,
             activation=family.activation,
             bias="blk.0.ffn_gate_inp.bias" in tensors,
@@ -558,12 +617,44 @@ def _layers(
             f"{path}: a mixture of {fields.expert_count} experts, but no layer has a ffn_gate_inp.weight"
         )
 
+    delta = _delta_net(fields, path) if any(recurrent) else mixer
+
     def layer(i: int, window: int | None) -> LayerConfig:
         own = dataclasses.replace(mixer, window=window, rope=rope if window is None else local)
-        made = LayerConfig(own, moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp, family.norms)
+        made = LayerConfig(
+            delta if recurrent[i] else own,
+            moe if moe and f"blk.{i}.ffn_gate_inp.weight" in tensors else mlp,
+            family.norms,
+        )
         return made.unrotated if family.unrotated_every and (i + 1) % family.unrotated_every == 0 else made
 
     return tuple(layer(i, window) for i, window in enumerate(_windows(fields, family, path)))
+
+
+def _recurrent(fields: _Metadata, family: Family, path: Path) -> list[bool]:
+    """Whether each layer is recurrent."""
+    count = fields.num_layers
+    if family.recurrent_other_than is None:
+        return [False] * count
+    every = fields.attention_every or family.recurrent_other_than
+    found = [(i + 1) % every != 0 for i in range(count)] if fields.recurrent is None else fields.recurrent[:count]
+    if len(found) != count or all(found):
+        raise CheckpointError(
+            f"{path}: attention.recurrent_layers and full_attention_interval should leave attention to some of {count} layers"
+        )
+    return found
+
+
+def _delta_net(fields: _Metadata, path: Path) -> DeltaNetConfig:
+    """The mixer of recurrent layers."""
+    sizes = fields.delta_key_heads, fields.delta_value_heads, fields.delta_key_dim, fields.delta_value_width
+    if None in sizes or (fields.delta_value_width or 0) % (fields.delta_value_heads or 1):
+        raise CheckpointError(
+            f"{path}: ssm.group_count, ssm.time_step_rank, ssm.state_size and ssm.inner_size are {', '.join(map(str, sizes))}; "
+            "they should be numbers, of which the second divides the last"
+        )
+    key_heads, value_heads, key_dim, value_width = (size or 1 for size in sizes)
+    return DeltaNetConfig(key_heads, value_heads, key_dim, value_width // value_heads, fields.delta_conv or 4)
 
 
 def _windows(fields: _Metadata, family: Family, path: Path) -> list[int | None]:
@@ -645,11 +736,15 @@ def _llama3(factors: tuple[float, ...], theta: float, window: int) -> RopeScalin
     return LongRope(factors, factors, original_max_position=window, factor=1.0, attention_factor=1.0)
 
 
-def _row_order(name: str, config: ModelConfig) -> np.ndarray | None:
-    """Permutation of a projection's rows from the file's order to kvjax's; None if the order is the same.
+def _row_order(name: str, config: ModelConfig, architecture: str) -> np.ndarray | None:
+    """Permutation of a tensor's rows from the file's order to kvjax's; None if the order is the same.
 
     Llama files interleave the two halves of every query and key head, so that rotated pairs are neighbours.
     """
+    if (mixer := _mixer(name, config)) is not None:
+        return _delta_rows(name.split(".", 2)[2], mixer, architecture)
+    if architecture not in PERMUTED:
+        return None
     if ".attn_q." in name:
         heads = config.num_heads
     elif ".attn_k." in name:
@@ -660,6 +755,40 @@ def _row_order(name: str, config: ModelConfig) -> np.ndarray | None:
     return rows.reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).ravel()
 
 
+def _mixer(name: str, config: ModelConfig) -> DeltaNetConfig | None:
+    """The gated delta net of the layer that a tensor belongs to, if there is one."""
+    layer = _block(name)
+    mixer = config.layers[layer].mixer if 0 <= layer < config.num_layers else None
+    return mixer if isinstance(mixer, DeltaNetConfig) else None
+
+
+def _delta_rows(name: str, mixer: DeltaNetConfig, architecture: str) -> np.ndarray | None:
+    """`_row_order` of a gated delta net's tensors, by their names in a layer."""
+    if name == "ssm_ba.weight":
+        return grouped_order(mixer, "in_proj_ba")
+    if architecture not in _TILED or mixer.key_heads == mixer.value_heads:
+        return None
+    match name.partition(".")[0]:
+        case "ssm_alpha" | "ssm_beta" | "ssm_a" | "ssm_dt":
+            return _tiled(mixer, 1)
+        case "attn_gate":
+            return _tiled(mixer, mixer.value_dim)
+        case "attn_qkv" | "ssm_conv1d":  # queries and keys are in order
+            keys = 2 * mixer.key_width
+            return np.concatenate([np.arange(keys), keys + _tiled(mixer, mixer.value_dim)])
+        case _:
+            return None
+
+
+def _tiled(mixer: DeltaNetConfig, size: int) -> np.ndarray:
+    """Permutation of the rows of value heads, `size` of each, from the file's order to kvjax's.
+
+    Files have the first value head of each key head, then the second of each, and so on.
+    """
+    rows = np.arange(mixer.value_heads * size).reshape(-1, mixer.key_heads, size)
+    return rows.swapaxes(0, 1).ravel()
+
+
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     """Shape that the layout expects. Matrices and biases of experts are one below the other."""
     shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -668,14 +797,14 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return (math.prod(shape),) if tensor.name.endswith("_exps.bias") else shape
 
 
-def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted: bool) -> StoredTensor:
+def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, architecture: str) -> StoredTensor:
     """Describe one tensor as a `StoredTensor`; see its attributes `read` and `keep`.
 
     Args:
         path: file that contains the tensor.
         tensor: the tensor's header.
         config: the model's configuration.
-        permuted: whether rows of query and key projections are reordered, see `_row_order`.
+        architecture: the file's architecture, which decides on the order of rows (`_row_order`).
 
     Raises:
         CheckpointError: the tensor's type is not supported.
@@ -693,7 +822,12 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
     )
 
     # Files store the gain of a norm with its offset.
-    subtracted = config.norm_offset if tensor.name.endswith("norm.weight") else None
+    is_gain = tensor.name.endswith("norm.weight") and not tensor.name.endswith("ssm_norm.weight")
+    subtracted = config.norm_offset if is_gain else None
+    order, column_order = _row_order(tensor.name, config, architecture), None
+    mixer = _mixer(tensor.name, config)
+    if mixer is not None and tensor.name.endswith("ssm_out.weight") and architecture in _TILED:
+        column_order = _tiled(mixer, mixer.value_dim) if mixer.key_heads != mixer.value_heads else None
 
     def decode(rows: np.ndarray) -> np.ndarray:
         if kind.name in _PLAIN:
@@ -703,7 +837,20 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
 
     def read(start: int, out: np.ndarray, column: int = 0) -> None:
         """Fill whole rows of `out`. Columns start at any element, and whole blocks are read."""
-        order = _row_order(tensor.name, config) if permuted else None
+        if column_order is not None:
+            wanted, whole = column_order[column : column + out.shape[1]], np.empty((len(out), shape[1]), out.dtype)
+            fill(start, whole)
+            out[...] = whole[:, wanted]
+            return
+        if tensor.name.endswith(".ssm_a"):  # stored as the negative decay
+            wide = np.empty(out.shape, np.float32)
+            fill(start, wide)
+            out[...] = np.log(-wide)
+            return
+        fill(start, out, column)
+
+    def fill(start: int, out: np.ndarray, column: int = 0) -> None:
+        """`read`, with the file's columns and numbers."""
         step = max(1, _ELEMENTS_AT_A_TIME // math.prod(shape[1:]))
         width = math.prod(out.shape[1:])
         first, last = column // elements_per_block, -(-(column + width) // elements_per_block)  # blocks
@@ -727,7 +874,6 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
         if columns is not None and not (columns.start % groups_per_block or columns.stop % groups_per_block):
             first, last = columns.start // groups_per_block, columns.stop // groups_per_block  # blocks
             part = slice(first * bytes_per_block, last * bytes_per_block)
-        order = _row_order(tensor.name, config) if permuted else None
         step = max(1, _ELEMENTS_AT_A_TIME // math.prod(shape[1:]))
         pieces = []
         for begin in range(start, stop, step):
@@ -740,7 +886,8 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, permuted
 
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     plain = StoredTensor(shape, names.get(kind.name, kind.name), nbytes, path, read)
-    if kind.name not in BLOCKS or len(shape) != 2:
+    # Reordered columns would have parts of several blocks, so such a matrix becomes floats.
+    if kind.name not in BLOCKS or len(shape) != 2 or column_order is not None:
         return plain
     return dataclasses.replace(plain, kept=blocks_shape(kind.name, *shape), keep=keep)
 

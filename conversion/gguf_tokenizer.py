@@ -26,6 +26,9 @@ _O200K_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS: Mapping[str, str] = {
     "cl100k": _CL100K,
     "qwen2": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}"),
+    "qwen35": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+    .replace(r"\p{L}+", r"[\p{L}\p{M}]+")
+    .replace(r" ?[^\s\p{L}", r" ?[^\s\p{L}\p{M}"),
     "o200k": _O200K_WORD % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_REST,
     "tekken": _O200K_WORD % ("", "") + r"|\p{N}" + _O200K_REST,
 }
@@ -41,6 +44,7 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     "chatglm-bpe": "cl100k",
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
+    "qwen35": "qwen35",
     "gpt-4o": "o200k",
     "tekken": "tekken",
     "gpt-2": "gpt2",

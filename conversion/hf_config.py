@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from kvjax.config import (
     AttentionConfig,
+    DeltaNetConfig,
     LayerConfig,
     Linear,
     Llama3,
@@ -102,6 +103,10 @@ class Family:
             `no_rope_layers` says otherwise. None if all layers have one.
         query_scalar: default of `query_pre_attn_scalar`, whose inverse square root is the factor on attention logits.
             None means head_dim.
+        gated: as in `AttentionConfig`.
+        recurrent_other_than: default of `full_attention_interval`: layers other than each such one are gated delta nets,
+            unless `layer_types` says otherwise. None if all layers have attention.
+        groups_heads: whether checkpoints store projections of gated delta nets by key head.
         experts: names of the experts, if the family has them.
         normalized: whether weights of a token's experts are divided by their sum; None if `norm_topk_prob` decides.
         shared_experts: whether experts have a shared MLP beside them, with a gate.
@@ -147,6 +152,9 @@ class Family:
     local_theta: float | None = None
     unrotated_every: int | None = None
     query_scalar: int | None = None
+    gated: bool = False
+    recurrent_other_than: int | None = None
+    groups_heads: bool = False
     experts: ExpertNames | None = None
     normalized: bool | None = None
     shared_experts: bool = False
@@ -185,6 +193,28 @@ _OLMO2 = Family(
     norm_names=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     norm_offset=0.0,
     eos=(50279,),
+)
+
+_DELTA_NET = (
+    ("linear_num_key_heads", 16),
+    ("linear_num_value_heads", 32),
+    ("linear_key_head_dim", 128),
+    ("linear_value_head_dim", 128),
+    ("linear_conv_kernel_dim", 4),
+)
+
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    num_kv_heads=4,
+    head_dim=256,
+    partial_rotary=0.25,
+    qkv_bias=None,
+    output_bias=True,
+    qk_norm=True,
+    norm_offset=1.0,
+    gated=True,
+    recurrent_other_than=4,
+    defaults=_DELTA_NET,
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -248,6 +278,41 @@ FAMILIES: Mapping[str, Family] = {
         experts=ExpertNames(),
         dense_layers=True,
         defaults=(("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768)),
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": dataclasses.replace(
+        _QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        num_kv_heads=2,
+        experts=ExpertNames(),
+        normalized=True,
+        shared_experts=True,
+        dense_layers=True,
+        defaults=(
+            *_DELTA_NET,
+            ("intermediate_size", 512),
+            ("num_experts", 256),
+            ("num_experts_per_tok", 8),
+            ("moe_intermediate_size", 512),
+            ("shared_expert_intermediate_size", 512),
+        ),
+    ),
+    "qwen3_next": dataclasses.replace(
+        _QWEN3_5,
+        architecture="Qwen3NextForCausalLM",
+        num_kv_heads=2,
+        groups_heads=True,
+        experts=ExpertNames(),
+        shared_experts=True,
+        dense_layers=True,
+        defaults=(
+            *_DELTA_NET,
+            ("num_experts", 512),
+            ("num_experts_per_tok", 10),
+            ("moe_intermediate_size", 512),
+            ("shared_expert_intermediate_size", 512),
+            ("norm_topk_prob", True),
+        ),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -407,6 +472,8 @@ FAMILIES: Mapping[str, Family] = {
 _TEXT_OF: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "qwen3_vl": ("qwen3_vl_text",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
     "mistral3": ("mistral", "ministral3"),
 }
 """Values of `model_type` of models with a vision tower, and those of their text models, which `text_config` describes. The
@@ -434,6 +501,9 @@ _MAX_WINDOW_LAYERS = 28
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers. `rope_parameters` may have an object for each."""
+
+_RECURRENT = "linear_attention"
+"""Kind of a layer that has a gated delta net."""
 
 Ids = Annotated[list[Id], BeforeValidator(lambda value: value if isinstance(value, list) else [value])]
 """One token id or a list."""
@@ -502,6 +572,12 @@ class _Config(Strict):
     rope_local_base_freq: Positive | None = None
     no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
     no_rope_layer_interval: Size | None = None
+    full_attention_interval: Size | None = None
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Size | None = None
     query_pre_attn_scalar: Positive | None = None
     final_logit_softcapping: Positive | None = None
     embedding_multiplier: Positive = 1.0
@@ -585,10 +661,15 @@ def from_hf(
             layers=_with_experts(
                 held,
                 family,
-                [
-                    kinds[window] if rotates else kinds[window].unrotated
-                    for window, rotates in zip(windows, _rotating(held, family, source), strict=True)
-                ],
+                _with_delta_nets(
+                    held,
+                    family,
+                    [
+                        kinds[window] if rotates else kinds[window].unrotated
+                        for window, rotates in zip(windows, _rotating(held, family, source), strict=True)
+                    ],
+                    source,
+                ),
             ),
             max_position=held.max_position_embeddings,
             norm_eps=_or(held.rms_norm_eps, family.norm_eps),
@@ -655,6 +736,7 @@ def _kinds(
             joint_qk_norm=family.joint_qk_norm,
             query_growth=growth,
             query_period=period,
+            gated=family.gated,
             sinks=family.sinks,
         )
         found[window] = LayerConfig(mixer, mlp, family.norms)
@@ -686,6 +768,39 @@ def _with_experts(held: _Config, family: Family, layers: list[LayerConfig]) -> t
     return tuple(
         layer if i in dense or (i + 1) % step else dataclasses.replace(layer, mlp=moe) for i, layer in enumerate(layers)
     )
+
+
+def _with_delta_nets(held: _Config, family: Family, layers: list[LayerConfig], source: str) -> list[LayerConfig]:
+    """Layers with gated delta nets where the model has them, instead of attention."""
+    if family.recurrent_other_than is None:
+        return layers
+    every, kinds = _or(held.full_attention_interval, family.recurrent_other_than), held.layer_types
+    if kinds is None:
+        kinds = [_RECURRENT if (i + 1) % every else _LAYER_TYPES[0] for i in range(len(layers))]
+    if set(kinds) - {_RECURRENT, _LAYER_TYPES[0]} or len(kinds) != len(layers):
+        raise CheckpointError(
+            f"{source}: layer_types needs {len(layers)} entries {_LAYER_TYPES[0]} or {_RECURRENT}, got {shortened(kinds)}"
+        )
+    mixer = DeltaNetConfig(
+        key_heads=_or(held.linear_num_key_heads, 1),
+        value_heads=_or(held.linear_num_value_heads, 1),
+        key_dim=_or(held.linear_key_head_dim, 1),
+        value_dim=_or(held.linear_value_head_dim, 1),
+        conv=_or(held.linear_conv_kernel_dim, 4),
+    )
+    return [
+        dataclasses.replace(layer, mixer=mixer) if kind == _RECURRENT else layer
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+
+
+def _delta_nets_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+    if family.recurrent_other_than is None:
+        return {}
+    mixer, default = next(iter(config.recurrent_kinds), None), dict(_DELTA_NET)
+    fields = {} if mixer is None else dict(zip(default, dataclasses.astuple(mixer), strict=True))
+    kinds = [_LAYER_TYPES[0] if layer.cached else _RECURRENT for layer in config.layers]
+    return fields | {"layer_types": kinds}
 
 
 def _sigmoid_experts(held: _Config, family: Family) -> MoEConfig:
@@ -751,16 +866,16 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.activation == "gelu_tanh":
         fields["hidden_activation"] = fields.pop("hidden_act")
     if family.query_scalar is not None:
-        fields["query_pre_attn_scalar"] = _whole(config.layers[0].mixer.logit_scale ** -2)
+        fields["query_pre_attn_scalar"] = _whole(config.attention_kinds[0].logit_scale ** -2)
         fields["final_logit_softcapping"] = config.logit_cap
     if family.multipliers:
         fields |= {
             "embedding_multiplier": config.embed_scale,
-            "attention_multiplier": config.layers[0].mixer.logit_scale,
+            "attention_multiplier": config.attention_kinds[0].logit_scale,
             "residual_multiplier": config.residual_scale,
             "logits_scaling": config.logit_divisor,
         }
-    fields |= _windows_to_hf(config, family)
+    fields |= _windows_to_hf(config, family) | _delta_nets_to_hf(config, family)
     if (read := from_hf(fields)) != config:
         raise CheckpointError(f"a {config.family} config.json cannot express {', '.join(_differing(config, read))}")
     return fields
@@ -798,7 +913,7 @@ def _refuse_unsupported(config: _Config, family: Family, source: str) -> None:
         raise CheckpointError(f"{source}: attn_logit_softcapping is not supported, as attention kernels have no cap")
     if config.clip_qkv is not None:
         raise CheckpointError(f"{source}: clip_qkv is not supported, as queries, keys and values are not clipped")
-    if (family.dense_layers or family.unrotated_every) and config.use_sliding_window:
+    if (family.dense_layers or family.unrotated_every or family.recurrent_other_than) and config.use_sliding_window:
         raise CheckpointError(f"{source}: use_sliding_window of a {config.model_type} model is not supported")
     if config.use_bidirectional_attention:
         raise CheckpointError(f"{source}: use_bidirectional_attention is not supported; models generate text in order")
@@ -962,13 +1077,14 @@ def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
             "topk_group": moe.groups_per_token,
             "routed_scaling_factor": moe.output_scale,
         }
-    if family.normalized is not None:
+    if family.normalized is not None and not family.dense_layers:
         return {"num_local_experts": moe.experts, "num_experts_per_tok": moe.per_token}
     fields = {
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.per_token,
-        "norm_topk_prob": moe.normalized,
     }
+    if family.normalized is None:
+        fields["norm_topk_prob"] = moe.normalized
     if family.dense_layers:
         fields |= {
             "moe_intermediate_size": moe.width,
@@ -996,12 +1112,12 @@ def _rotating(config: _Config, family: Family, source: str) -> list[bool]:
 
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Fields of the rotary embeddings. That of layers with a window is written apart if the family has one of its own."""
-    mixers = [layer.mixer for layer in config.kinds if layer.mixer.rope.dim] or [config.layers[0].mixer]
+    mixers = [mixer for mixer in config.attention_kinds if mixer.rope.dim] or [config.attention_kinds[0]]
     kinds = {mixer.window is not None: mixer for mixer in reversed(mixers)}
     mixer = kinds.get(False, mixers[0])
     rope, fields = mixer.rope, dict[str, Any]()
     if family.unrotated_every is not None:
-        fields["no_rope_layers"] = [int(layer.mixer.rope.dim > 0) for layer in config.layers]
+        fields["no_rope_layers"] = [int(layer.attention.rope.dim > 0) for layer in config.layers]
     if family.local_theta is None:
         fields["rope_theta"] = rope.theta
     else:
@@ -1029,7 +1145,7 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _rope_and_growth(config: ModelConfig, theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """Rope fields with the growth of queries, which transformers reads from there, also if it is 0."""
-    mixer = config.layers[0].mixer
+    mixer = config.attention_kinds[0]
     plain = {"rope_type": "default", "original_max_position_embeddings": mixer.query_period or config.max_position}
     fields = (scaling or plain) | {"rope_theta": theta, "llama_4_scaling_beta": mixer.query_growth}
     if fields.get("attention_factor") == 1.0:  # as published models write it, and as llama.cpp's converter reads it

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from kvjax.config import ModelConfig
 
 from .checkpoint import FLOATS, Checkpoint, StoredTensor, join
+from .delta_nets import ungrouped
 from .errors import CheckpointError, listed, told
 from .experts import stacked
 from .hf_config import OWN_MATRICES, from_hf
@@ -61,7 +62,7 @@ def checkpoint_of(
     joined = join(tensors, path)
     if (own := checked(_Own, fields, source).matrices) is not None:
         _check_arrays(source, tensors, own)
-    config, joined = with_head(config, stacked(config, joined), path, compare=not headers_only)
+    config, joined = with_head(config, ungrouped(config, stacked(config, joined)), path, compare=not headers_only)
     return Checkpoint(
         source=path,
         format="safetensors",
@@ -165,10 +166,12 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def ignored(config: ModelConfig) -> Callable[[str], bool]:
-    """Select tensors that some checkpoints contain and no model needs: rotary frequencies, and a second copy of a tied
-    head.
+    """Select tensors that some checkpoints contain and no model needs: rotary frequencies, layers that predict several
+    tokens at once, and a second copy of a tied head.
     """
-    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD)
+    return lambda name: (
+        name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.") or (config.tied and name == HEAD)
+    )
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

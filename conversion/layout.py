@@ -6,7 +6,7 @@ one parameter; fused projections contain two or three. Loading slices the rows, 
 
 from collections.abc import Mapping
 
-from kvjax.config import LayerConfig, MLPConfig, ModelConfig, MoEConfig
+from kvjax.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 
 from .hf_config import FAMILIES, Family
 
@@ -33,25 +33,54 @@ def _block(family: Family, kind: LayerConfig) -> dict[str, tuple[str, ...]]:
     block: dict[str, tuple[str, ...]] = {}
     if kind.norms != "post":
         block[f"{family.norm_names[0]}.weight"] = ("attn_norm",)
-    block["self_attn.o_proj.weight"] = ("attn.o",)
-    if family.fused_qkv:
-        block["self_attn.qkv_proj.weight"] = ("attn.q", "attn.k", "attn.v")
-    else:
-        block |= {f"self_attn.{x}_proj.weight": (f"attn.{x}",) for x in "qkv"}
-    if kind.mixer.qkv_bias:
-        block |= {f"self_attn.{x}_proj.bias": (f"attn.{x}_bias",) for x in "qkv"}
-    if kind.mixer.output_bias:
-        block["self_attn.o_proj.bias"] = ("attn.o_bias",)
-    if kind.mixer.qk_norm:
-        block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
-    if kind.mixer.sinks:
-        block["self_attn.sinks"] = ("attn.sinks",)
+    block |= _attention(family, kind.mixer) if isinstance(kind.mixer, AttentionConfig) else _delta_net(family)
     if kind.norms != "pre":
         block[f"{family.norm_names[1]}.weight"] = ("attn_post_norm",)
         block[f"{family.norm_names[3]}.weight"] = ("mlp_post_norm",)
     if kind.norms != "post":
         block[f"{family.norm_names[2]}.weight"] = ("mlp_norm",)
     return block | (_experts(family, kind.mlp) if isinstance(kind.mlp, MoEConfig) else _mlp(family, kind.mlp))
+
+
+def _attention(family: Family, mixer: AttentionConfig) -> dict[str, tuple[str, ...]]:
+    block: dict[str, tuple[str, ...]] = {"self_attn.o_proj.weight": ("attn.o",)}
+    if family.fused_qkv:
+        block["self_attn.qkv_proj.weight"] = ("attn.q", "attn.k", "attn.v")
+    else:
+        block |= {f"self_attn.{x}_proj.weight": (f"attn.{x}",) for x in "qkv"}
+    if mixer.qkv_bias:
+        block |= {f"self_attn.{x}_proj.bias": (f"attn.{x}_bias",) for x in "qkv"}
+    if mixer.output_bias:
+        block["self_attn.o_proj.bias"] = ("attn.o_bias",)
+    if mixer.qk_norm:
+        block |= {f"self_attn.{x}_norm.weight": (f"attn.{x}_norm",) for x in "qk"}
+    if mixer.sinks:
+        block["self_attn.sinks"] = ("attn.sinks",)
+    return block
+
+
+def _delta_net(family: Family) -> dict[str, tuple[str, ...]]:
+    """Layout of a gated delta net, which `kvjax.conversion.delta_nets` brings into this form."""
+    if family.groups_heads:
+        inputs: dict[str, tuple[str, ...]] = {
+            "in_proj_qkvz.weight": ("q", "k", "v", "z"),
+            "in_proj_ba.weight": ("beta", "alpha"),
+        }
+    else:
+        inputs = {
+            "in_proj_qkv.weight": ("q", "k", "v"),
+            "in_proj_z.weight": ("z",),
+            "in_proj_b.weight": ("beta",),
+            "in_proj_a.weight": ("alpha",),
+        }
+    block = inputs | {
+        "conv1d.weight": ("q_conv", "k_conv", "v_conv"),
+        "A_log": ("log_decay",),
+        "dt_bias": ("dt_bias",),
+        "norm.weight": ("out_norm",),
+        "out_proj.weight": ("o",),
+    }
+    return {f"linear_attn.{name}": tuple(f"attn.{x}" for x in held) for name, held in block.items()}
 
 
 def _mlp(family: Family, mlp: MLPConfig) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 _CAP = "attention logits are capped, which no attention kernel has"
-_HYBRID = "layers without attention are not implemented"
+_HYBRID = "its layers without attention are not implemented"
 _LATENT = "multi-head latent attention (MLA) is not implemented"
 _OWN_SELECTION = "the model itself selects the keys that it attends to"
 _GEMMA_4 = "heads of several sizes and layers that share a cache are not implemented"
@@ -32,14 +32,6 @@ REFUSED: Mapping[str, str] = {
     "nemotron_h": _HYBRID,
     "falcon_h1": _HYBRID,
     "falcon-h1": _HYBRID,
-    "qwen3_next": _HYBRID,
-    "qwen3next": _HYBRID,
-    "qwen3_5": _HYBRID,
-    "qwen3_5_text": _HYBRID,
-    "qwen3_5_moe": _HYBRID,
-    "qwen3_5_moe_text": _HYBRID,
-    "qwen35": _HYBRID,
-    "qwen35moe": _HYBRID,
 }
 """Reasons by `model_type` of a config.json, and by `general.architecture` of a GGUF file."""
 

@@ -13,6 +13,7 @@ from kvjax.models.params import Params, name_of
 from kvjax.models.sharding import get_shard, mesh_of, own_shape, place
 
 from .checkpoint import Checkpoint, StoredTensor, assemble, check_kinds, join, kinds_of, parameter_shapes
+from .delta_nets import ungrouped
 from .experts import stacked
 from .huggingface import ignored
 from .layout import hf_layout
@@ -35,7 +36,7 @@ def from_state_dict(
         CheckpointError: tensors are missing, unexpected or wrongly shaped.
     """
     source = Path("state dict")
-    held = stacked(config, prefixed({name: _held(array) for name, array in tensors.items()}))
+    held = ungrouped(config, stacked(config, prefixed({name: _held(array) for name, array in tensors.items()})))
     config, held = with_head(config, held, source)
     return assemble(
         Checkpoint(

@@ -192,7 +192,7 @@ def _gemma(config: ModelConfig, layout: str) -> dict[str, TreeTensor]:
         theirs = f"layer_{i}" if layout == "gemma" else own
         table |= _in_layer(_GEMMA_LAYER, i, theirs)
         q, k, v, gate, up = (f"{own}.{name}" for name in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"))
-        if layer.mixer.num_heads == layer.mixer.num_kv_heads:
+        if layer.attention.num_heads == layer.attention.num_kv_heads:
             table[f"{theirs}.attn.qkv_einsum.w"] = TreeTensor((q, k, v), "*NDH")
         else:
             table[f"{theirs}.attn.q_einsum.w"] = TreeTensor((q,), "NDH")
@@ -256,8 +256,8 @@ def axis_sizes(config: ModelConfig, parameter: str) -> dict[str, int]:
     _, number, part, *rest = parameter.split(".")
     layer = config.layers[int(number)]
     if part == "attn":
-        heads = layer.mixer.num_kv_heads if rest[0][0] in "kv" else layer.mixer.num_heads
-        head_dim = layer.mixer.head_dim
+        heads = layer.attention.num_kv_heads if rest[0][0] in "kv" else layer.attention.num_heads
+        head_dim = layer.attention.head_dim
         return sizes | {"N": heads, "H": head_dim, "Q": heads * head_dim}
     mlp = layer.mlp
     return sizes | {"F": mlp.width, "E": mlp.experts if isinstance(mlp, MoEConfig) else 0}

@@ -17,6 +17,7 @@ from kvjax.models.params import Params
 from kvjax.pallas_kernels import QuantizedMatrix
 
 from .checkpoint import FLOATS, Checkpoint, Kinds, check_kinds, kinds_of, nbytes_of
+from .delta_nets import as_stored, is_regrouped, stored_shape
 from .errors import CheckpointError, listed
 from .experts import expert_name, experts_of, merge, merged
 from .hf_config import OWN_MATRICES, OWN_METHOD, to_hf
@@ -202,7 +203,8 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
             for i in range(max(count, 1)):
                 name = (expert_name(of, i) if count else of) + part
                 tensors[name] = of, part, slice(i * size, (i + 1) * size)
-                shapes[name] = jax.ShapeDtypeStruct((size, *whole.shape[1:]), whole.dtype)
+                shape = stored_shape(config, of, (size, *whole.shape[1:]))
+                shapes[name] = jax.ShapeDtypeStruct(shape, whole.dtype)
     fields = to_hf(config) | {"torch_dtype": dtype}
     arrays: dict[str, list[str]] = {}
     for name, (_, part, _) in tensors.items():
@@ -226,8 +228,10 @@ def _write_safetensors(path: Path, held: _Held, dtype: str, meter: Meter) -> Non
                     stream.write(whole.view(np.uint8).data)
                     meter.advance(whole.nbytes)
                     continue
-                for parameter in layout[of]:
-                    array = held.read(parameter, part)
+                arrays_of = (held.read(parameter, part) for parameter in layout[of])
+                if is_regrouped(config, of):
+                    arrays_of = [as_stored(config, of, np.concatenate(list(arrays_of)))]
+                for array in arrays_of:
                     array = np.ascontiguousarray(array[rows] if experts_of(config, of) else array)
                     stream.write(array.view(np.uint8).data)
                     meter.advance(array.nbytes)

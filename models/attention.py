@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,26 @@ from kvjax.config import AttentionConfig, Rope
 from kvjax.pallas_kernels import QuantizedMatrix, prefill_attention, projection
 
 from .layer import Layer, biased
-from .params import Block, Params
+from .params import Attention, Block, Params
 
 
-def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> tuple[Array, Array, Array]:
-    """Unrotated q [..., N, H] and k, v [..., K, H] of a layer with input `x`, whose tokens are at positions `pos`."""
-    p = layer.params.attn
+class Heads(NamedTuple):
+    """Projections of a layer's input.
+
+    Attributes:
+        q, k, v: unrotated queries and keys, and values.
+        gate: logits of the factors on the outputs of all heads, None for a layer that is not gated.
+    """
+
+    q: Float[Array, "... N H"]
+    k: Float[Array, "... K H"]
+    v: Float[Array, "... K H"]
+    gate: Float[Array, "... A"] | None = None
+
+
+def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> Heads:
+    """Heads of a layer with input `x`, whose tokens are at positions `pos`."""
+    p = _params(layer)
     x, norm = layer.inputs(x, layer.params.attn_norm)
     if p.qkv is None:
         return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm), pos)
@@ -30,11 +45,13 @@ def joined(params: Params) -> Params:
     """Parameters with each layer's q, k and v matrices copied into one, for loops of many steps.
 
     Matmuls with the few outputs of keys and values leave most of a GPU idle. With 256 rows and Llama-3.1-8B's shape on an
-    H100, one matmul takes 42 us where three take 61. Quantised matrices are left as they are.
+    H100, one matmul takes 42 us where three take 61. Quantised matrices and recurrent layers are left as they are.
     """
 
     def of_block(block: Block) -> Block:
         p = block.attn
+        if not isinstance(p, Attention):
+            return block
         matrices = [w for w in (p.q, p.k, p.v) if not isinstance(w, QuantizedMatrix)]
         if len(matrices) < 3:
             return block
@@ -45,20 +62,20 @@ def joined(params: Params) -> Params:
     return dataclasses.replace(params, layers=tuple(map(of_block, params.layers)))
 
 
-def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> tuple[Array, Array, Array]:
+def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:
     """Split products of the q, k and v matrices into heads, with biases, norms and query factors if the layer has them."""
-    p, (q, k, v) = layer.params.attn, products
-    return _queries(layer, q, pos), _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias)
+    p, (q, k, v) = _params(layer), products
+    q, gate = _queries(layer, q, pos)
+    return Heads(q, _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias), gate)
 
 
 def queries_ahead(
     previous: Layer, layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]
 ) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
-    p = layer.params.attn
     x, norm = previous.inputs(x, previous.params.attn_norm)
-    (q,) = projection(x, p.q, norm=norm)
-    return _queries(layer, q, pos)
+    (q,) = projection(x, _params(layer).q, norm=norm)
+    return _queries(layer, q, pos)[0]
 
 
 def prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
@@ -83,19 +100,30 @@ def causal_attention(
     return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window, sinks=sinks)
 
 
-def _queries(layer: Layer, product: Array, pos: Int[Array, "..."]) -> Float[Array, "... N H"]:
-    """Heads of queries, times the factor of their positions if the layer has one."""
-    p, mixer = layer.params.attn, layer.config.mixer
-    q = _heads(layer, product, p.q_bias, p.q_norm)
+def _queries(
+    layer: Layer, product: Array, pos: Int[Array, "..."]
+) -> tuple[Float[Array, "... N H"], Float[Array, "... A"] | None]:
+    """Heads of queries, times the factor of their positions if the layer has one, and the gate of a gated layer."""
+    p, mixer = _params(layer), layer.config.attention
+    h, gate = biased(product, p.q_bias), None
+    if mixer.gated:
+        both = h.reshape(*h.shape[:-1], -1, 2, mixer.head_dim)
+        h, gate = (both[..., i, :].reshape(*h.shape[:-1], -1) for i in range(2))
+    q = _heads(layer, h, None, p.q_norm)
     if mixer.query_period is None:
-        return q
+        return q, gate
     factor = 1.0 + mixer.query_growth * jnp.log1p((pos // mixer.query_period).astype(jnp.float32))
-    return q * factor.astype(q.dtype)[..., None, None]
+    return q * factor.astype(q.dtype)[..., None, None], gate
 
 
 def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
-    mixer, h = layer.config.mixer, biased(h, bias)
+    mixer, h = layer.config.attention, biased(h, bias)
     if norm is not None and mixer.joint_qk_norm:
         h = layer.norm(norm)(h)
     h = h.reshape(*h.shape[:-1], -1, mixer.head_dim)
     return h if norm is None or mixer.joint_qk_norm else layer.norm(norm)(h)
+
+
+def _params(layer: Layer) -> Attention:
+    assert isinstance(layer.params.attn, Attention)
+    return layer.params.attn

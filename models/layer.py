@@ -62,6 +62,11 @@ class Layer(NamedTuple):
     norm_offset: float | None = None
     residual_scale: float = 1.0
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer has a recurrent mixer, and no keys and values."""
+        return not self.config.cached
+
     def norm(self, gain: Float[Array, " _"]) -> Norm | OffsetNorm:
         """RMS norm with a gain."""
         return norm_of(gain, self.eps, self.norm_offset)

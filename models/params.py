@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.filesize import decimal
 
-from kvjax.config import LayerConfig, MLPConfig, ModelConfig, MoEConfig
+from kvjax.config import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from kvjax.pallas_kernels import GroupedMatrix, Int8Matrix, Matrix, is_quantized
 
 EXPERTS = frozenset({"gate_experts", "up_experts", "down_experts"})
 """Matrices of all experts of a layer, one below the other, by the last part of their names."""
 
-PROJECTIONS = frozenset({"q", "k", "v", "o", "gate", "up", "down"}) | EXPERTS
+PROJECTIONS = frozenset({"q", "k", "v", "z", "o", "gate", "up", "down"}) | EXPERTS
 """Matrices of a layer, by the last part of their names."""
 
 TABLES = frozenset({"embed", "head"})
@@ -46,6 +46,7 @@ GROUP = 32
 class Attention:
     """Projections of one attention layer: q [NH, D], k and v [KH, D], o [D, NH]. N query heads, K KV heads, H head dim, D model dim.
 
+    In a gated layer, q is [2NH, D], and its rows are [query, gate] of each head.
     `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together. `sinks` are the logits of the query
     heads' attention sinks. `qkv` is q, k and v one below the other, where a program has made it
     (`kvjax.models.attention.joined`). Stored parameters never have it.
@@ -63,6 +64,29 @@ class Attention:
     k_norm: Float[Array, " _"] | None = None
     sinks: Float[Array, " N"] | None = None
     qkv: Float[Array, "_ D"] | None = None
+
+
+@flax.struct.dataclass
+class DeltaNet:
+    """Parameters of one gated delta net. Q channels of all keys, P of all values, M value heads, Y value dim, D model dim, W width of the convolution.
+
+    q and k are [Q, D], v and z [P, D], alpha and beta [M, D], o [D, P]. `z` is the gate of the output, `alpha` of the
+    decay, and `beta` of the rate.
+    """
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    z: Matrix
+    o: Matrix
+    alpha: Float[Array, "M D"]
+    beta: Float[Array, "M D"]
+    q_conv: Float[Array, "Q W"]
+    k_conv: Float[Array, "Q W"]
+    v_conv: Float[Array, "P W"]
+    log_decay: Float[Array, " M"]
+    dt_bias: Float[Array, " M"]
+    out_norm: Float[Array, " Y"]
 
 
 @flax.struct.dataclass
@@ -101,14 +125,19 @@ class Experts:
 
 @flax.struct.dataclass
 class Block:
-    """One transformer block. It has the norms that `LayerConfig.norms` says."""
+    """One transformer block. It has the norms that `LayerConfig.norms` says, and `attn` is its mixer."""
 
     attn_norm: Float[Array, " D"] | None
-    attn: Attention
+    attn: Attention | DeltaNet
     mlp_norm: Float[Array, " D"] | None
     mlp: MLP | Experts
     attn_post_norm: Float[Array, " D"] | None = None
     mlp_post_norm: Float[Array, " D"] | None = None
+
+    @property
+    def sinks(self) -> Float[Array, " N"] | None:
+        """Logits of the attention sinks of the layer's query heads, if it has any."""
+        return self.attn.sinks if isinstance(self.attn, Attention) else None
 
 
 @flax.struct.dataclass
@@ -244,26 +273,56 @@ def _abstract_block(kind: LayerConfig, width: int, dtype: Any) -> Block:
         return array(*shape) if present else None
 
     a, mlp, pre, post = kind.mixer, kind.mlp, kind.norms != "post", kind.norms != "pre"
-    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    is_delta = isinstance(a, DeltaNetConfig)
     return Block(
         attn_norm=optional(pre, width),
-        attn=Attention(
-            q=array(queries, width),
-            k=array(keys, width),
-            v=array(keys, width),
-            o=array(width, queries),
-            q_bias=optional(a.qkv_bias, queries),
-            k_bias=optional(a.qkv_bias, keys),
-            v_bias=optional(a.qkv_bias, keys),
-            o_bias=optional(a.output_bias, width),
-            q_norm=optional(a.qk_norm, queries if a.joint_qk_norm else a.head_dim),
-            k_norm=optional(a.qk_norm, keys if a.joint_qk_norm else a.head_dim),
-            sinks=optional(a.sinks, a.num_heads),
-        ),
+        attn=_abstract_delta_net(a, width, dtype) if is_delta else _abstract_attention(a, width, dtype),
         mlp_norm=optional(pre, width),
         mlp=_abstract_experts(mlp, width, dtype) if isinstance(mlp, MoEConfig) else _abstract_mlp(mlp, width, dtype),
         attn_post_norm=optional(post, width),
         mlp_post_norm=optional(post, width),
+    )
+
+
+def _abstract_attention(a: AttentionConfig, width: int, dtype: Any) -> Attention:
+    array = functools.partial(_struct, dtype=dtype)
+
+    def optional(present: bool, *shape: int) -> Any:
+        return array(*shape) if present else None
+
+    queries, keys = a.output_width, a.num_kv_heads * a.head_dim
+    rows = 2 * queries if a.gated else queries
+    return Attention(
+        q=array(rows, width),
+        k=array(keys, width),
+        v=array(keys, width),
+        o=array(width, queries),
+        q_bias=optional(a.qkv_bias, rows),
+        k_bias=optional(a.qkv_bias, keys),
+        v_bias=optional(a.qkv_bias, keys),
+        o_bias=optional(a.output_bias, width),
+        q_norm=optional(a.qk_norm, queries if a.joint_qk_norm else a.head_dim),
+        k_norm=optional(a.qk_norm, keys if a.joint_qk_norm else a.head_dim),
+        sinks=optional(a.sinks, a.num_heads),
+    )
+
+
+def _abstract_delta_net(a: DeltaNetConfig, width: int, dtype: Any) -> DeltaNet:
+    array = functools.partial(_struct, dtype=dtype)
+    return DeltaNet(
+        q=array(a.key_width, width),
+        k=array(a.key_width, width),
+        v=array(a.output_width, width),
+        z=array(a.output_width, width),
+        o=array(width, a.output_width),
+        alpha=array(a.value_heads, width),
+        beta=array(a.value_heads, width),
+        q_conv=array(a.key_width, a.conv),
+        k_conv=array(a.key_width, a.conv),
+        v_conv=array(a.output_width, a.conv),
+        log_decay=array(a.value_heads),
+        dt_bias=array(a.value_heads),
+        out_norm=array(a.value_dim),
     )
 
 
@@ -410,16 +469,17 @@ def gain_of(config: ModelConfig) -> float:
 
 
 def initial(name: str, leaf: Any, key: PRNGKeyArray, gain: float = 1.0) -> Any:
-    """Random parameter of the shape of `leaf`, see `init`. Only names that are ``embed`` or end with ``bias`` matter.
+    """Random parameter of the shape of `leaf`, see `init`. Only names that are ``embed`` or end with a part below matter.
 
-    Vectors other than biases are `gain`.
+    Vectors ending with ``bias`` or ``log_decay`` are zeros, and with ``out_norm`` ones. Others are `gain`.
     """
     if len(leaf.shape) == 2:
         deviation = 1.0 if name == "embed" else leaf.shape[1] ** -0.5
         if is_quantized(leaf):
             return _uniform(key, deviation, leaf)
         return _normal(key, deviation, leaf.shape, leaf.dtype)
-    return jnp.full(leaf.shape, 0.0 if name.endswith("bias") else gain, leaf.dtype)
+    fill = 0.0 if name.endswith(("bias", "log_decay")) else 1.0 if name.endswith("out_norm") else gain
+    return jnp.full(leaf.shape, fill, leaf.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -25,7 +25,7 @@ from jaxtyping import PRNGKeyArray
 from kvjax._util.arguments import shown
 from kvjax.cache import Shard
 from kvjax.cache.shard import COPIES, DATA, HEADS, MODEL, ONE_DEVICE, SLOTS
-from kvjax.config import ModelConfig, MoEConfig
+from kvjax.config import AttentionConfig, ModelConfig, MoEConfig
 from kvjax.pallas_kernels import is_quantized
 
 from .params import EXPERTS, Params, abstract, gain_of, init, initial, name_of, tree_map_named
@@ -33,7 +33,10 @@ from .params import EXPERTS, Params, abstract, gain_of, init, initial, name_of, 
 AXES = "data", "model", "sequence"
 """Axes of a user's mesh: the batch; KV heads, matrices and the vocabulary; cache slots, and also matrices and the vocabulary."""
 
-_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks"), HEADS) | dict.fromkeys(
+_RECURRENT = "z", "alpha", "beta", "q_conv", "k_conv", "v_conv", "log_decay", "dt_bias"
+"""Parameters of a gated delta net whose rows are those of heads."""
+
+_ROWS = dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks", *_RECURRENT), HEADS) | dict.fromkeys(
     ("gate", "up", "gate_bias", "up_bias", "embed", "head", *EXPERTS, *(f"{name}_bias" for name in EXPERTS)), MODEL
 )
 """Last part of a parameter's name → mesh axes that shard its first axis (outputs)."""
@@ -123,16 +126,17 @@ def get_shard(mesh: Mesh | AbstractMesh | str | None, config: ModelConfig, *, he
 def _get_shard(given: Mesh | AbstractMesh, config: ModelConfig, heads_coupled: bool) -> Shard:
     _check_axes(given)
     data, model, slots = (given.shape.get(axis, 1) for axis in AXES)
-    heads = 1 if heads_coupled else math.gcd(config.num_kv_heads, model)
-    copies, width = model // heads, config.num_heads // heads * config.head_dim
-    if width % (copies * slots):
+    of_keys = [config.num_kv_heads, *(mixer.key_heads for mixer in config.recurrent_kinds)]
+    heads = 1 if heads_coupled else math.gcd(model, *of_keys)
+    copies, widths = model // heads, [kind.mixer.output_width for kind in config.kinds]
+    if any(width // heads % (copies * slots) for width in widths):
         asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES[1:], (model, slots), strict=True) if size > 1)
         raise ValueError(
-            f"{asked}: {heads} times {copies * slots} devices cannot share {config.num_heads} query heads of {config.head_dim} on "
-            f"{config.num_kv_heads} KV heads; give a number of devices that divides {config.num_heads * config.head_dim}"
+            f"{asked}: {heads} times {copies * slots} devices cannot share {config.heads_text}; give a number of devices that "
+            f"divides {math.gcd(*widths)}"
         )
     for kind in config.kinds:
-        if heads > 1 and kind.mixer.joint_qk_norm:
+        if heads > 1 and isinstance(kind.mixer, AttentionConfig) and kind.mixer.joint_qk_norm:
             raise ValueError(
                 f"{heads} devices along model cannot share heads whose queries and keys are normalised together; shard rows along data"
             )

@@ -7,6 +7,8 @@ The same block serves four uses, which differ in what attention sees:
 - `read_block`: a block of a text; updates caches
 - `decode_step`: one token; updates caches
 
+A recurrent layer (`delta_net`) has a state of its own instead of a cache, which the model computes.
+
 Caches are used only through the policy's layers, so nothing here depends on a method.
 
 Layers are unrolled, as each has its own cache shape and a scan would copy weights and caches. At the shape of
@@ -23,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._util.any_rank import any_rank
-from kvjax.cache import PromptKV, Shard, Token, TokenBlock, where_rows
+from kvjax.cache import PromptKV, RecurrentState, Shard, Token, TokenBlock, where_rows
 from kvjax.cache.shard import ONE_DEVICE
 from kvjax.pallas_kernels import (
     BlockWeights,
@@ -37,11 +39,12 @@ from kvjax.policies.attention_context import AttentionContext
 from kvjax.policies.checks import calling, expect_same_state, expect_shape
 from kvjax.policies.layer import CacheLayer, Carry
 
-from .attention import causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
+from . import delta_net
+from .attention import Heads, causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
 from .experts import add_experts
 from .layer import Layer, fused_norm, layers_of, norm_of
 from .mlp import add_mlp
-from .params import Experts, Params
+from .params import Attention, Experts, Params
 from .residual import add_projection
 
 HEAD_BLOCK = 256
@@ -50,8 +53,8 @@ HEAD_BLOCK = 256
 Attend = Callable[[Array, Array, Array], Array]
 """Attention of one layer: maps unrotated q [..., N, H] and k, v [..., K, H] to values [..., N, H]."""
 
-Fused = Callable[[Array, Array], tuple[Array, tuple[Array, Array, Array]]]
-"""From the residual stream and a layer's attention to the residual stream after it and the next layer's q, k and v."""
+Fused = Callable[[Array, Array], tuple[Array, Heads]]
+"""From the residual stream and a layer's attention to the residual stream after it and the next layer's heads."""
 
 AttendAt = Callable[[int, Array, Array, Array], Array]
 """Attention of any layer; the first argument is the layer's index."""
@@ -95,7 +98,7 @@ def hidden(
     Args:
         params: the model.
         tokens: token ids.
-        attend: replaces attention, for studies of what a model needs of it.
+        attend: replaces attention in the layers that have it, for studies of what a model needs of it.
         shard: how devices share the model.
     """
     config = params.config
@@ -103,10 +106,13 @@ def hidden(
 
     def causal(layer: int, q: Array, k: Array, v: Array) -> Array:
         kind = config.layers[layer]
-        return causal_attention(kind.mixer, ropes[kind], q, k, v, params.layers[layer].attn.sinks)
+        return causal_attention(kind.attention, ropes[kind], q, k, v, params.layers[layer].sinks)
 
     x, pos = _embed(params, tokens, shard), _positions(tokens)
     for i, layer in enumerate(layers_of(params)):
+        if layer.is_recurrent:
+            x, _ = _read_recurrent(layer, x, delta_net.start(layer, x), None, shard)
+            continue
         x = _block(layer, x, pos, partial(attend or causal, i), shard)
     return x
 
@@ -133,11 +139,16 @@ def prefill(
             layer.
     """
     shard = caches[0].spec.shard
-    x, pos = _embed(params, tokens, shard), _positions(tokens)
+    x: Array = _embed(params, tokens, shard)
+    pos = _positions(tokens)
     states: list[Any] = []
     carry: Carry = {}
     for layer, cache in zip(layers_of(params), caches, strict=True):
-        around = partial(_surrounded, layer, x, cache)
+        if layer.is_recurrent:
+            x, memory = _read_recurrent(layer, x, delta_net.start(layer, x), lengths, shard)
+            states.append(cache.advance(memory))
+            continue
+        around: Callable[[Carry], Carry] = partial(_surrounded, layer, x, cache)
 
         def attend(
             q: Array,
@@ -145,7 +156,7 @@ def prefill(
             v: Array,
             cache: CacheLayer[Any] = cache,
             around: Callable[[Carry], Carry] = around,
-            sinks: Array | None = layer.params.attn.sinks,
+            sinks: Array | None = layer.params.sinks,
         ) -> Array:
             nonlocal carry
             spec = cache.spec
@@ -188,11 +199,18 @@ def decode_step(
     """
     layers, shard = layers_of(params), caches[0].spec.shard
     x = before = _embed(params, token, shard)
-    heads: tuple[Array, Array, Array] | None = None
+    heads: Heads | None = None
     updated: list[Any] = []
     carry: Carry = {}
     for i, (layer, cache, state) in enumerate(zip(layers, caches, states, strict=True)):
-        new = Token(*(heads or heads_of(layer, x, pos)), pos, cache.spec.rope, live, sinks=layer.params.attn.sinks)
+        if layer.is_recurrent:
+            out, after = delta_net.step(layer, x, state)
+            updated.append(cache.advance(after if live is None else where_rows(live, after, state)))
+            before, x, heads = x, _rest(layer, x, out, shard), None
+            continue
+        heads = heads or heads_of(layer, x, pos)
+        gate, sinks = heads.gate, layer.params.sinks
+        new = Token(heads.q, heads.k, heads.v, pos, cache.spec.rope, live, sinks=sinks)
         if cache.needs_token_inputs:
             new = dataclasses.replace(new, inputs=layer.normed(x, layer.params.attn_norm))
         if i > 0:
@@ -208,7 +226,7 @@ def decode_step(
         updated.append(after if live is None else where_rows(live, after, held))
         before, out = x, out.reshape(*x.shape[:-1], -1)
         fused = _fused(layer, layers[i + 1], pos, shard) if i + 1 < len(layers) else None
-        x, heads = (_rest(layer, x, out, shard), None) if fused is None else fused(x, out)
+        x, heads = (_rest(layer, x, out, shard, gate=gate), None) if fused is None else fused(x, out)
     return _logits(params, x, shard), tuple(updated)
 
 
@@ -237,11 +255,15 @@ def read_block(
         Logits of each row's last token, and the states.
     """
     shard = caches[0].spec.shard
-    x = _embed(params, tokens, shard)
+    x: Array = _embed(params, tokens, shard)
     updated: list[Any] = []
     carry: Carry = {}
     for layer, cache, state in zip(layers_of(params), caches, states, strict=True):
-        around = partial(_surrounded, layer, x, cache)
+        if layer.is_recurrent:
+            x, memory = _read_recurrent(layer, x, state, count, shard)
+            updated.append(cache.advance(memory))
+            continue
+        around: Callable[[Carry], Carry] = partial(_surrounded, layer, x, cache)
 
         def attend(
             q: Array,
@@ -250,7 +272,7 @@ def read_block(
             cache: CacheLayer[Any] = cache,
             state: Any = state,
             around: Callable[[Carry], Carry] = around,
-            sinks: Array | None = layer.params.attn.sinks,
+            sinks: Array | None = layer.params.sinks,
         ) -> Array:
             nonlocal carry
             block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope, sinks)
@@ -299,14 +321,19 @@ def attention_gradients(
                 v: Array,
                 cache: CacheLayer[Any] = cache,
                 state: Any = state,
-                sinks: Array | None = layer.params.attn.sinks,
+                sinks: Array | None = layer.params.sinks,
             ) -> Array:
                 block = TokenBlock(q, k, v, pos, count, total, cache.spec.rope, sinks)
                 return cache.read_block(state, block, {})[0]
 
-            def block(x: Array, more: Array, layer: Layer = layer, attend: Attend = attend) -> Array:
-                out = attend(*heads_of(layer, x, _positions(tokens, pos)))
-                return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard, more)
+            def block(
+                x: Array, more: Array, layer: Layer = layer, attend: Attend = attend, state: Any = state
+            ) -> Array:
+                if layer.is_recurrent:
+                    return _read_recurrent(layer, x, state, count, shard, more)[0]
+                heads = heads_of(layer, x, _positions(tokens, pos))
+                out = attend(heads.q, heads.k, heads.v)
+                return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard, more, heads.gate)
 
             x = jax.checkpoint(block)(x, added[i])
         return jnp.sum(jnp.where(inside[..., None], jnp.square(x.astype(jnp.float32)), 0.0))
@@ -344,8 +371,23 @@ def _block(
     layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."], attend: Attend, shard: Shard = ONE_DEVICE
 ) -> Float[Array, "... D"]:
     """One transformer block: attention and MLP, each with norms before or after it, and a residual."""
-    out = attend(*heads_of(layer, x, pos))
-    return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard)
+    heads = heads_of(layer, x, pos)
+    out = attend(heads.q, heads.k, heads.v)
+    return _rest(layer, x, out.reshape(*x.shape[:-1], -1), shard, gate=heads.gate)
+
+
+def _read_recurrent(
+    layer: Layer,
+    x: Float[Array, "B S D"],
+    state: RecurrentState,
+    count: Int[Array, " B"] | None,
+    shard: Shard,
+    more: Float[Array, "B S D"] | None = None,
+) -> tuple[Array, RecurrentState]:
+    """One block with a recurrent mixer, to whose output `more` is added. Returns the residual stream and the new state."""
+    out, state = delta_net.read_block(layer, x, state, count)
+    out, state = jax.lax.optimization_barrier((out, state))  # see `prefill`
+    return _rest(layer, x, out, shard, more), state
 
 
 def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], carry: Carry) -> Carry:
@@ -366,10 +408,12 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
 def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) -> Fused | None:
     """One operation for the rest of `layer` and the heads of the `following` layer.
 
-    None where the model has biases, norms or factors between the matrices, where devices all-reduce between them, or
-    where q, k and v are joined.
+    None where the model has biases, norms or factors between the matrices, where devices all-reduce between them, where
+    q, k and v are joined, or where either layer is recurrent.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
+    if not isinstance(p, Attention) or not isinstance(after, Attention) or layer.config.attention.gated:
+        return None
     if isinstance(mlp, Experts) or own.mlp_norm is None or following.params.attn_norm is None:
         return None
     between = p.o_bias, own.attn_post_norm, mlp.gate_bias, mlp.up_bias, mlp.down_bias, own.mlp_post_norm
@@ -386,7 +430,7 @@ def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) 
         return None
     weights = BlockWeights(p.o, first, mlp.gate, mlp.up, mlp.down, second, after.q, after.k, after.v)
 
-    def fused(x: Array, out: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    def fused(x: Array, out: Array) -> tuple[Array, Heads]:
         moved = fused_decode_block(out, x, weights)
         return moved.x, split_heads(following, [moved.q, moved.k, moved.v], pos)
 
@@ -399,12 +443,19 @@ def _rest(
     out: Float[Array, "... A"],
     shard: Shard = ONE_DEVICE,
     more: Float[Array, "... D"] | None = None,
+    gate: Float[Array, "... _"] | None = None,
 ) -> Array:
-    """Residual stream after a layer whose attention output is `out`, to which `more` is added before the MLP."""
-    p, attn, mixer = layer.params, layer.params.attn, layer.config.mixer
-    if out.shape[-1] == mixer.num_heads // shard.heads * mixer.head_dim:  # all columns, not only this device's
+    """Residual stream after a layer whose mixer's output is `out`, to which `more` is added before the MLP.
+
+    `gate` has the logits of factors on `out`.
+    """
+    p, attn = layer.params, layer.params.attn
+    if out.shape[-1] == layer.config.mixer.output_width // shard.heads:  # all columns, not only this device's
         out = shard.own_columns(out)
-    x = add_projection(layer, x, out, attn.o, attn.o_bias, p.attn_post_norm, shard)
+    if gate is not None:
+        out = out * jax.nn.sigmoid(shard.own_columns(gate))
+    bias = attn.o_bias if isinstance(attn, Attention) else None
+    x = add_projection(layer, x, out, attn.o, bias, p.attn_post_norm, shard)
     x = x if more is None else x + more
     if isinstance(p.mlp, Experts):
         return add_experts(layer, p.mlp, x, shard)

@@ -37,6 +37,14 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+_PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.25}
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 CHECKPOINTS: Mapping[str, dict[str, Any]] = {
@@ -130,6 +138,26 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, **_DELTA_NET, "rope_parameters": _PARTIAL},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 8,
+        **_DELTA_NET,
+        **_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": _PARTIAL,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "head_dim": 8,
+        **_DELTA_NET,
+        **_EXPERTS,
+        "num_experts": 4,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": _PARTIAL,
+    },
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
@@ -151,7 +179,7 @@ sys.path[:0] = [folder + "/gguf-py", folder]
 from conversion.base import TextModel
 for splitter, model, out in json.loads(jobs):
     TextModel.get_vocab_base_pre = lambda self, tokenizer: splitter
-    sys.argv[1:] = [model, "--outfile", out, "--outtype", "f16"]
+    sys.argv[1:] = [model, "--outfile", out, "--outtype", "f16", *(["--no-mtp"] if "qwen3_5" in out or "next" in out else [])]
     runpy.run_path(folder + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 

@@ -43,6 +43,7 @@ def table() -> str:
 
 def _layers(family: Family) -> str:
     kinds = (
+        "gated delta nets and full attention" if family.recurrent_other_than else "",
         _WINDOWS[family.windows],
         "some without rotation" if family.unrotated_every else "",
         "experts" if family.experts else "",

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax.conversion import from_hf, from_state_dict, to_hf
+from kvjax.conversion.delta_nets import as_stored
+from kvjax.conversion.hf_config import FAMILIES
 from kvjax.conversion.layout import hf_layout
 from kvjax.models import Params
 from kvjax.models.params import name_of
@@ -57,6 +59,14 @@ def _longrope(original: int, pairs: int) -> dict[str, Any]:
 def _plain(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
+
+_HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 
 # name → transformers model_type, and what differs from the sizes above. Windows of 16 and 8 are shorter than the prompts.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -148,6 +158,37 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 20,
             "mlp_only_layers": [1],
             "attention_bias": True,
+        },
+    ),
+    # Prompts are longer than a chunk of the delta rule. Key heads serve two value heads each.
+    "qwen3.5": ("qwen3_5_text", _HYBRID | {"num_hidden_layers": 4, "full_attention_interval": 2, **_plain(1e4)}),
+    "qwen3.5-moe": (
+        "qwen3_5_moe_text",
+        _HYBRID
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            **_plain(1e6),
+        },
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        _HYBRID
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            **_plain(1e6),
         },
     ),
     "qwen2-moe": (
@@ -281,7 +322,9 @@ def randomise(torch: Any, model: Any, seed: int = 0, gain: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim >= 2:
+        if "linear_attn" in path and weight.ndim == 1:
+            weight.data = (1.0 if path.endswith("norm.weight") else 0.0) + 0.5 * noise
+        elif weight.ndim >= 2:
             fan_in = weight.shape[-1]
             sharpness = 1.7 if any(part in path for part in ("q_proj.", "k_proj.", "qkv_proj.")) else 1.0
             weight.data = noise * sharpness / fan_in**0.5
@@ -306,7 +349,7 @@ def transformers_model(name: str, seed: int = 0) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **SIZES | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.generation_config.eos_token_id = None  # it goes on as long as it is told to
-    randomise(torch, model, seed, gain=0.0 if model_type == "gemma3_text" else 1.0)
+    randomise(torch, model, seed, gain=1.0 - (FAMILIES[model_type].norm_offset or 0.0))
     return model.eval()
 
 
@@ -325,7 +368,9 @@ def transformers_twin(params: Params) -> Any:
     initialization = pytest.importorskip("transformers.initialization")
     leaves = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     state = {
-        name: torch.from_numpy(np.concatenate([np.asarray(leaves[part], np.float32) for part in parts]))
+        name: torch.from_numpy(
+            as_stored(params.config, name, np.concatenate([np.asarray(leaves[part], np.float32) for part in parts]))
+        )
         for name, parts in hf_layout(params.config).items()
     }
     if params.config.tied:

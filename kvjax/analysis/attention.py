@@ -25,7 +25,7 @@ def attention_weights(
     Args:
         params: the model.
         tokens: token ids of the text.
-        layers: indices of layers. Negative ones count from the end.
+        layers: indices of layers, of which those without attention are not counted. Negative ones count from the end.
         last: number of queries, which are the last tokens of the text. By default all tokens.
 
     Returns:
@@ -38,9 +38,10 @@ def attention_weights(
     Example:
         >>> weights = attention_weights(params, tokens, layers=[0, 15], last=32)
     """
-    count, length = params.config.num_layers, len(tokens)
+    cached, length = params.config.cached, len(tokens)
+    count = len(cached)
     if wrong := [layer for layer in layers if not -count <= layer < count]:
-        raise ValueError(f"layers: the model has no layer {wrong[0]}. Use {-count} to {count - 1}.")
+        raise ValueError(f"layers: the model has no layer {wrong[0]} with attention. Use {-count} to {count - 1}.")
     queries = length if last is None else last
     if not 0 < queries <= max(length, 1):
         raise ValueError(f"last={last}: the text has {length} tokens. Use 1 to {length}.")
@@ -49,14 +50,14 @@ def attention_weights(
     found: dict[int, Float[np.ndarray, "N Q T"]] = {}
     for layer in layers:
         q, k, _, window = recorded[layer]
-        scale = np.float32(params.config.layers[layer].mixer.logit_scale)
+        scale = np.float32(params.config.layers[cached[layer]].attention.logit_scale)
         is_seen = positions <= at
         if window is not None:
             is_seen &= positions > at - window
         group = q.shape[1] // k.shape[1]
         logits = np.stack([q[-queries:, n] @ k[:, n // group].T for n in range(q.shape[1])]) * scale
         logits = np.where(is_seen, logits, np.float32(-np.inf))
-        sinks = params.layers[layer].attn.sinks
+        sinks = params.layers[cached[layer]].sinks
         if sinks is not None:
             beside = np.broadcast_to(np.asarray(sinks, np.float32)[:, None, None], (*logits.shape[:2], 1))
             logits = np.concatenate([logits, beside], axis=-1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int = 1) -> Bool[np.ndarray, "L K T"]:
-    """Tokens of a prompt that each KV head of each layer keeps after prefill.
+    """Tokens of a prompt that each KV head of each cached layer keeps after prefill.
 
     Args:
         params: the model.
@@ -37,7 +37,7 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
         raise ValueError("the prompt is empty; give at least one token")
     engine = Engine(params, policy, prompt_len=len(tokens), max_new_tokens=new_tokens, mixed=False)
     state, _ = engine.prefill([list(tokens)])
-    held = np.zeros((len(engine.specs), params.config.num_kv_heads, len(tokens)), bool)
+    held = np.zeros((len(params.config.cached), params.config.num_kv_heads, len(tokens)), bool)
     for mask, slots in zip(held, engine.slots(state), strict=True):
         pos, live = (np.asarray(x)[0] for x in jax.device_get((slots.pos, slots.live)))
         for head, places, full in zip(mask, pos, live, strict=True):

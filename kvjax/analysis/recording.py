@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
 
 
 def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
-    """Process a text without cache compression, and record the inputs of every layer's attention.
+    """Process a text without cache compression, and record the inputs of attention in every layer that has attention.
 
     Raises:
         ValueError: the text is empty.
@@ -36,10 +36,7 @@ def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
     if not len(tokens):
         raise ValueError("there is nothing to record; give at least one token")
     layers = recording.record_all(params, np.asarray([tokens], np.int32), _whole)
-    return [
-        Recorded(*(x[0] for x in layer), window=window)
-        for layer, window in zip(layers, params.config.windows, strict=True)
-    ]
+    return [Recorded(*(x[0] for x in layers[i]), window=params.config.windows[i]) for i in params.config.cached]
 
 
 def _whole(spec: LayerSpec, *arrays: Array) -> tuple[Array, ...]:

@@ -153,7 +153,7 @@ def read_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 def _statistics(config: ModelConfig, method: str) -> MeanQueries:
     """Random query statistics: unit magnitudes, and means half as large."""
-    shape = config.num_layers, config.num_heads, config.head_dim // 2
+    shape = len(config.compressed), config.for_policy.num_heads, config.for_policy.head_dim // 2
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, shape)
     found = np.stack([np.cos(angle) / 2, np.sin(angle) / 2, np.ones(shape)], axis=2)
     return MeanQueries.of(found, method=method, model=fingerprint(config), data=RANDOM, settings=())
@@ -163,6 +163,7 @@ def _labels(config: ModelConfig, kinds: Sequence[str], shares: dict[str, float])
     """Labels [layer][head]: one label's fraction of all KV heads, spread evenly; the other heads get the other label."""
     label, share = next(iter(shares.items()))
     other = next(kind for kind in kinds if kind != label)
+    config = config.for_policy
     counts = [int(i * share) for i in range(config.num_layers * config.num_kv_heads + 1)]
     heads = [label if after > before else other for before, after in itertools.pairwise(counts)]
     size = config.num_kv_heads

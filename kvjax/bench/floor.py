@@ -43,7 +43,8 @@ def cache_bytes_read(policy: Policy, specs: Specs, caches: tuple[object, ...]) -
     """Minimum bytes of the caches that a decode step reads. Over a mesh, those of the device that reads most.
 
     They are the keys and values of live slots. For sparse attention, they are the selected slots and the metadata for
-    selection (see `CacheLayer.bytes_read`). For quantised slots, they are the live fraction of the layer's bytes.
+    selection (see `CacheLayer.bytes_read`). For quantised slots, they are the live fraction of the layer's bytes. States of
+    recurrent layers are read whole.
     """
     layers, found = layers_of(policy, specs), np.asarray(_live(policy, specs, caches))
     _live.forget()  # frees its device memory
@@ -74,12 +75,18 @@ _live = Program(_live_slots, static=2, partition=_counting)
 
 def _slots(policy: Policy, layer: CacheLayer[Any], state: Any) -> Any:
     """Slots of a layer, with their live mask and the number of devices that share them. Quantised slots are not dequantised."""
-    return state.cache if policy.info.memory == "quantized" else layer.view(state)
+    return state.cache if _is_quantised(policy, layer) else layer.view(state)
+
+
+def _is_quantised(policy: Policy, layer: CacheLayer[Any]) -> bool:
+    return policy.info.memory == "quantized" and layer.spec.recurrent is None
 
 
 def _layer(policy: Policy, layer: CacheLayer[Any], live: int) -> int:
     state = jax.eval_shape(layer.init)
-    if policy.info.memory == "quantized":
+    if layer.spec.recurrent is not None:
+        return layer.bytes_read
+    if _is_quantised(policy, layer):
         held = state.cache
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) * live * held.slot_shards // held.pos.size
     pairs = live * 2 * layer.spec.head_dim * layer.spec.dtype.itemsize

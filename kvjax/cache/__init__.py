@@ -17,6 +17,8 @@ from .blocks import kept_as_prompt as kept_as_prompt
 from .blocks import where_rows as where_rows
 from .blocks import with_places as with_places
 from .order import stable_order as stable_order
+from .recurrent import RecurrentState as RecurrentState
+from .recurrent import empty_recurrent as empty_recurrent
 from .shard import Shard as Shard
 from .sharded import RUN as RUN
 from .sharded import gathered as gathered

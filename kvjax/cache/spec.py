@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.config import NO_ROPE, ModelConfig, Rope
+from kvjax.config import NO_ROPE, AttentionConfig, DeltaNetConfig, ModelConfig, Rope
 
 from .shard import ONE_DEVICE, Shard
 
@@ -32,6 +32,8 @@ class LayerSpec:
         window: sliding attention window in tokens, None for full attention.
         block: block size in tokens for chunked prefill, 0 for whole prompts.
         mixed: whether a batch of one row, too, may hold prompts of any length up to `prompt_len`. Larger batches always may.
+        recurrent: the recurrent mixer of a layer without a cache; None for attention. `num_heads` are then its value heads,
+            `num_kv_heads` its key heads, and `head_dim` the channels of a value.
         kv_heads: which of the layer's KV heads these are, None for all.
         words: tokens of the words that replays read besides the prompt, by text: those of the text, and those that open
             an answer in the model's template. Empty without replays or without a tokenizer.
@@ -53,6 +55,7 @@ class LayerSpec:
     window: int | None = None
     block: int = 0
     mixed: bool = False
+    recurrent: DeltaNetConfig | None = None
     kv_heads: tuple[int, ...] | None = None
     words: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     template: tuple[int, ...] = ()
@@ -156,19 +159,29 @@ def _padded_specs(
             layer=i,
             num_layers=config.num_layers,
             batch=batch,
-            num_heads=layer.mixer.num_heads,
-            num_kv_heads=layer.mixer.num_kv_heads,
-            head_dim=layer.mixer.head_dim,
             prompt_len=prompt_len,
             new_tokens=new_tokens,
             dtype=dtype,
             rope=rope_of[layer],
-            scale=layer.mixer.logit_scale,
-            window=layer.mixer.window,
             block=block,
+            **_of_mixer(layer.mixer),
         )
         for i, layer in enumerate(config.layers)
     )
+
+
+def _of_mixer(mixer: AttentionConfig | DeltaNetConfig) -> dict[str, Any]:
+    """What a `LayerSpec` contains of a mixer, by field."""
+    if isinstance(mixer, DeltaNetConfig):
+        heads, head_dim = (mixer.value_heads, mixer.key_heads), mixer.value_dim
+        return {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "recurrent": mixer}
+    return {
+        "num_heads": mixer.num_heads,
+        "num_kv_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "scale": mixer.logit_scale,
+        "window": mixer.window,
+    }
 
 
 LEAST_NEW_TOKENS = 8

@@ -166,15 +166,15 @@ def gate_values(
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             kind = config.layers[layer]
             if layer not in config.compressed:
-                return causal_attention(kind.mixer, ropes[kind], q, k, v, params.layers[layer].attn.sinks)
+                return causal_attention(kind.attention, ropes[kind], q, k, v, params.layers[layer].sinks)
             own = gates[config.compressed.index(layer)]
             mix = partial(
                 gated_attention,
                 sinks=settings.sinks,
                 recent=settings.recent,
-                window=kind.mixer.window,
-                scale=kind.mixer.logit_scale,
-                attention_sinks=params.layers[layer].attn.sinks,
+                window=kind.attention.window,
+                scale=kind.attention.logit_scale,
+                attention_sinks=params.layers[layer].sinks,
             )
             # Attention is recomputed in the backward pass, as the attention weights of all layers would not fit in
             # memory.

@@ -39,6 +39,9 @@ class RecorderLayer(CacheLayer[Recorder]):
     def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return self.policy.measure(self.spec, prompt.q_rotated, prompt.k_rotated, prompt.v), carry
 
+    def advance(self, state: Any) -> None:
+        """Nothing is measured in a recurrent layer."""
+
 
 def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
     """Process texts of equal length, without padding, and return what `measure` returns for each compressed layer.
@@ -50,7 +53,7 @@ def record(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> 
 
 
 def record_all(params: Params, tokens: Int[np.ndarray, "B T"], measure: Measure) -> tuple[Any, ...]:
-    """`record` for all layers."""
+    """`record` for all layers. That of a recurrent layer is None."""
     batch, length = tokens.shape
     specs = layer_specs(params.config, batch, length, 0, params.dtype)
     return jax.device_get(_recorded(measure, specs, params, jnp.asarray(tokens, jnp.int32)))

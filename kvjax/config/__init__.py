@@ -1,6 +1,7 @@
 """What a model is, in numbers: its shape, its rotary embedding, and the shapes of well-known models. Imports nothing else of kvjax."""
 
 from .model import AttentionConfig as AttentionConfig
+from .model import DeltaNetConfig as DeltaNetConfig
 from .model import LayerConfig as LayerConfig
 from .model import MLPConfig as MLPConfig
 from .model import ModelConfig as ModelConfig

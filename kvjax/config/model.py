@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from .rope import Rope, RopeConfig
+from .rope import NO_ROPE, Rope, RopeConfig
 
 MAX_LAYERS = 4096
 """Limit on the number of layers, far above that of any model. A configuration with more is damaged."""
@@ -42,6 +42,8 @@ class AttentionConfig:
         joint_qk_norm: whether `qk_norm` is over all heads of a token together instead of each head.
         query_growth: β. Queries at position p are multiplied by 1 + β · log(1 + floor(p / `query_period`)). 0 for none.
         query_period: positions after which the factor on queries grows; None without one.
+        gated: whether outputs of heads are multiplied by the sigmoid of a projection of the layer's input. The query matrix
+            then has [query, gate] of each head.
         sinks: whether each query head has a learned logit that takes a share of every softmax, without a value.
 
     Raises:
@@ -60,6 +62,7 @@ class AttentionConfig:
     joint_qk_norm: bool = False
     query_growth: float = 0.0
     query_period: int | None = None
+    gated: bool = False
     sinks: bool = False
 
     def __post_init__(self) -> None:
@@ -89,9 +92,61 @@ class AttentionConfig:
             object.__setattr__(self, "scale", None)
 
     @property
+    def output_width(self) -> int:
+        """Inputs of the output projection."""
+        return self.num_heads * self.head_dim
+
+    @property
     def logit_scale(self) -> float:
         """Factor on attention logits."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated delta net of one layer: a recurrent mixer, which has a state of fixed size instead of keys and values of tokens.
+
+    Attributes:
+        key_heads: Hk, heads of queries and keys.
+        value_heads: Hv, heads of values; a multiple of Hk. Value head j uses query and key head j // (Hv / Hk).
+        key_dim: channels of each query and key.
+        value_dim: channels of each value.
+        conv: tokens that the causal convolution of queries, keys and values reads.
+
+    Raises:
+        ValueError: a value is out of range, or values contradict each other.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int = 4
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "key_heads", "value_heads", "key_dim", "value_dim")
+        if self.conv < 2:
+            raise ValueError(f"conv={self.conv} must be at least two tokens")
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each key head serves the same "
+                "number of value heads"
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Channels of the queries or keys of all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def output_width(self) -> int:
+        """Channels of the values of all heads, which are the inputs of the output projection."""
+        return self.value_heads * self.value_dim
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of one sequence's state: a float32 matrix per value head, and the inputs that the convolution reads again."""
+        inputs = (self.conv - 1) * (2 * self.key_width + self.output_width)
+        return 4 * self.output_width * self.key_dim + inputs * itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,20 +240,38 @@ class LayerConfig:
     """One layer: a mixer of tokens, then an MLP or experts. Equal layers are equal values.
 
     Attributes:
-        mixer: attention.
+        mixer: attention, or a gated delta net.
         mlp: the MLP, or the mixture of experts.
         norms: where the layer has RMS norms.
     """
 
-    mixer: AttentionConfig
+    mixer: AttentionConfig | DeltaNetConfig
     mlp: MLPConfig | MoEConfig
     norms: Norms = "pre"
 
     @property
+    def cached(self) -> bool:
+        """Whether the layer has keys and values to cache."""
+        return isinstance(self.mixer, AttentionConfig)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer with attention.
+
+        Raises:
+            TypeError: the layer has another mixer.
+        """
+        if not isinstance(self.mixer, AttentionConfig):
+            raise TypeError(
+                f"the layer has a {type(self.mixer).__name__} and no attention; use a layer that is `cached`"
+            )
+        return self.mixer
+
+    @property
     def unrotated(self) -> "LayerConfig":
         """The layer without a rotary embedding."""
-        rope = dataclasses.replace(self.mixer.rope, dim=0, scaling=None)
-        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, rope=rope))
+        rope = dataclasses.replace(self.attention.rope, dim=0, scaling=None)
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.attention, rope=rope))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +279,7 @@ class ModelConfig:
     """Configuration of a decoder-only transformer. `uniform` makes one whose layers are equal.
 
     Attributes of layers, such as `num_heads` and `rope`, are also properties of the model. They raise an error if the
-    layers differ.
+    layers differ. Those of attention are of the layers that have attention.
 
     Attributes:
         family: Hugging Face `model_type`, which determines tensor names and tokenizer conventions.
@@ -257,6 +330,8 @@ class ModelConfig:
             for token in tokens:
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"{name} token id {token} is outside the vocabulary of {self.vocab_size}")
+        if not self.cached:
+            raise ValueError("no layer has attention; at least one layer must have keys and values to cache")
         # Equal layers are one object, so that they compare at once.
         same: dict[LayerConfig, LayerConfig] = {}
         object.__setattr__(self, "layers", tuple(same.setdefault(layer, layer) for layer in self.layers))
@@ -339,7 +414,7 @@ class ModelConfig:
         return dataclasses.replace(self, layers=tuple(itertools.islice(itertools.cycle(self.layers), num_layers)))
 
     def with_attention(self, **changes: Any) -> "ModelConfig":
-        """The model with other attention in every layer.
+        """The model with other attention in every layer that has attention.
 
         Args:
             changes: new values of fields of `AttentionConfig`.
@@ -349,7 +424,9 @@ class ModelConfig:
         """
 
         def changed(layer: LayerConfig) -> LayerConfig:
-            return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **changes))
+            if not layer.cached:
+                return layer
+            return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, **changes))
 
         return dataclasses.replace(self, layers=tuple(map(changed, self.layers)))
 
@@ -361,7 +438,9 @@ class ModelConfig:
     @functools.cached_property
     def differ_in_windows_only(self) -> bool:
         """Whether all layers are equal, except for their windows."""
-        mixers = (dataclasses.replace(layer.mixer, window=None) for layer in self.kinds)
+        if not all(layer.cached for layer in self.kinds):
+            return False
+        mixers = (dataclasses.replace(layer.attention, window=None) for layer in self.kinds)
         return len({dataclasses.replace(a, mixer=b) for a, b in zip(self.kinds, mixers, strict=True)}) == 1
 
     @property
@@ -371,19 +450,38 @@ class ModelConfig:
 
     @functools.cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding attention window of each layer in tokens; None for full attention."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """Sliding attention window of each layer in tokens; None for full attention, and for a layer without attention."""
+        return tuple(layer.attention.window if layer.cached else None for layer in self.layers)
+
+    @functools.cached_property
+    def cached(self) -> tuple[int, ...]:
+        """Layers with keys and values to cache. The others are recurrent."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.cached)
+
+    @functools.cached_property
+    def attention_kinds(self) -> tuple[AttentionConfig, ...]:
+        """The different kinds of attention, in the order of their first appearance."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.kinds if layer.cached))
+
+    @functools.cached_property
+    def recurrent_kinds(self) -> tuple[DeltaNetConfig, ...]:
+        """The different recurrent mixers, in the order of their first appearance."""
+        mixers = (layer.mixer for layer in self.kinds)
+        return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, DeltaNetConfig)))
 
     @functools.cached_property
     def compressed(self) -> tuple[int, ...]:
-        """Layers that a policy compresses: those with full attention, or all layers if each has a window."""
-        full = tuple(i for i, window in enumerate(self.windows) if window is None)
-        return full or tuple(range(self.num_layers))
+        """Layers that a policy compresses: those with full attention, or all cached layers if each has a window."""
+        return tuple(i for i in self.cached if self.windows[i] is None) or self.cached
 
     @functools.cached_property
     def for_policy(self) -> "ModelConfig":
         """The model as a policy sees it: only its `compressed` layers."""
-        return dataclasses.replace(self, layers=tuple(self.layers[i] for i in self.compressed))
+        return self.with_layers(self.compressed)
+
+    def with_layers(self, layers: Iterable[int]) -> "ModelConfig":
+        """The model with some of its layers only, by their indices."""
+        return dataclasses.replace(self, layers=tuple(self.layers[i] for i in layers))
 
     @functools.cached_property
     def num_heads(self) -> int:
@@ -423,7 +521,7 @@ class ModelConfig:
     @property
     def has_sinks(self) -> bool:
         """Whether a layer has attention sinks."""
-        return any(layer.mixer.sinks for layer in self.kinds)
+        return any(mixer.sinks for mixer in self.attention_kinds)
 
     @functools.cached_property
     def intermediate_size(self) -> int:
@@ -441,7 +539,8 @@ class ModelConfig:
         Raises:
             ValueError: layers differ.
         """
-        found = {getattr(getattr(layer, part), name) for layer in self.kinds}
+        parts = self.attention_kinds if part == "mixer" else [layer.mlp for layer in self.kinds]
+        found = {getattr(each, name) for each in parts}
         if len(found) > 1:
             raise ValueError(
                 f"{part}.{name} differs between layers of this {self.family} model: {', '.join(map(str, found))}. "
@@ -452,14 +551,16 @@ class ModelConfig:
     @property
     def heads_text(self) -> str:
         """Heads of the layers as text, such as "9 query heads on 3 KV heads of 64"."""
-        mixers = (kind.mixer for kind in self.kinds)
-        found = (f"{x.num_heads} query heads on {x.num_kv_heads} KV heads of {x.head_dim}" for x in mixers)
+        found = [
+            f"{x.num_heads} query heads on {x.num_kv_heads} KV heads of {x.head_dim}" for x in self.attention_kinds
+        ]
+        found += [f"{x.value_heads} recurrent heads of {x.key_dim} x {x.value_dim}" for x in self.recurrent_kinds]
         return " and ".join(dict.fromkeys(found))
 
     @functools.cached_property
     def context_length(self) -> int:
         """Context length in tokens: the window, extended by linear scaling or YaRN of every layer that rotates."""
-        scalings = {layer.mixer.rope.scaling for layer in self.kinds if layer.mixer.rope.dim}
+        scalings = {mixer.rope.scaling for mixer in self.attention_kinds if mixer.rope.dim}
         extended = min(
             (self.max_position if scaling is None else scaling.extended(self.max_position) for scaling in scalings),
             default=self.max_position,
@@ -469,24 +570,32 @@ class ModelConfig:
     @functools.cached_property
     def rope_changes_after(self) -> int | None:
         """Sequence length in tokens beyond which a layer's rotation changes; None if none ever does."""
-        lengths = [layer.mixer.rope.changes_after for layer in self.kinds]
+        lengths = [mixer.rope.changes_after for mixer in self.attention_kinds]
         return min((length for length in lengths if length is not None), default=None)
 
     def resolve_ropes(self, length: int) -> tuple[Rope, ...]:
-        """Rotation of each of `kinds` for a sequence of `length` positions."""
-        return tuple(layer.mixer.rope.resolve(length) for layer in self.kinds)
+        """Rotation of each of `kinds` for a sequence of `length` positions. Layers without attention rotate nothing."""
+        return tuple(layer.attention.rope.resolve(length) if layer.cached else NO_ROPE for layer in self.kinds)
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of a full cache per token inside all windows: a key and a value in every KV head of every layer."""
+        """Bytes of a full cache per token inside all windows: a key and a value in every KV head of every cached layer."""
         return self.cache_bytes(1, itemsize)
 
     def cache_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of the keys and values in a full cache of `tokens` tokens. Layers with a window keep only the window."""
+        """Bytes of the keys and values in a full cache of `tokens` tokens. Layers with a window keep only the window.
+
+        States of recurrent layers (`state_bytes`) are not included.
+        """
 
         def kept(layer: AttentionConfig) -> int:
             return layer.num_kv_heads * layer.head_dim * min(tokens, layer.window or tokens)
 
-        return 2 * sum(kept(layer.mixer) for layer in self.layers) * itemsize
+        return 2 * sum(kept(self.layers[i].attention) for i in self.cached) * itemsize
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of the states of all recurrent layers for one sequence of any length."""
+        mixers = (layer.mixer for layer in self.layers)
+        return sum(mixer.state_bytes(itemsize) for mixer in mixers if isinstance(mixer, DeltaNetConfig))
 
 
 def _at_least_one(config: Any, *names: str) -> None:

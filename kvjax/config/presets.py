@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .model import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from .model import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from .rope import Llama3, RopeConfig, Yarn
 
 _GPT_OSS = LayerConfig(
@@ -97,6 +97,22 @@ PRESETS = {
         max_position=40960,
         norm_eps=1e-6,
     ),
+    "qwen3.5-9b": ModelConfig(
+        family="qwen3_5_text",
+        vocab_size=248320,
+        hidden_size=4096,
+        layers=(
+            *[LayerConfig(DeltaNetConfig(16, 32, key_dim=128, value_dim=128), MLPConfig(12288))] * 3,
+            LayerConfig(
+                AttentionConfig(16, 4, 256, RopeConfig(theta=10000000.0, dim=64), qk_norm=True, gated=True),
+                MLPConfig(12288),
+            ),
+        )
+        * 8,
+        max_position=262144,
+        norm_eps=1e-6,
+        norm_offset=1.0,
+    ),
     "gpt-oss-20b": ModelConfig(
         family="gpt_oss",
         vocab_size=201088,
@@ -128,6 +144,7 @@ _HUB = {
     "qwen/qwen2.5-7b": "qwen2.5-7b",
     "qwen/qwen3-32b": "qwen3-32b",
     "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
+    "qwen/qwen3.5-9b": "qwen3.5-9b",
     "openai/gpt-oss-20b": "gpt-oss-20b",
     "huggingfacetb/smollm2-135m": "smollm2-135m",
 }

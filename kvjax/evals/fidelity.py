@@ -62,7 +62,7 @@ class Fidelity:
 
 
 class Reading(NamedTuple):
-    """Inputs of the plain model's attention for a text of T tokens: unrotated queries and keys, and values, by layer."""
+    """Inputs of the plain model's attention for a text of T tokens: unrotated queries and keys, and values, by cached layer."""
 
     q: tuple[Float[Array, "T N H"], ...]
     k: tuple[Float[Array, "T K H"], ...]
@@ -120,6 +120,7 @@ def fidelity(
     policy.validate(total)
     rows = 1 + -(-total // dim)
     specs = layer_specs(params.config, rows, prompt, total - prompt, jnp.float32)
+    specs = tuple(spec for spec in specs if spec.recurrent is None)
     outputs = _replay(policy, specs, prompt, reading)
     found: dict[str, list[np.ndarray]] = {"recall": [], "output_error": [], "cosine": []}
     seen = []
@@ -151,16 +152,25 @@ class _ReaderLayer(CacheLayer[Policy]):
     def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         return tuple(x[0].astype(jnp.float32) for x in (prompt.q, prompt.k, prompt.v)), carry
 
+    def advance(self, state: Any) -> None:
+        """Recurrent layers have no attention."""
+
 
 def _read(specs: tuple[LayerSpec, ...], params: Params, tokens: Array) -> tuple[Any, ...]:
     lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
-    return transformer.prefill(params, tokens, lengths, lengths, [_ReaderLayer(Policy(), spec) for spec in specs])[1]
+    layers = [_ReaderLayer(Policy(), spec) for spec in specs]
+    found = transformer.prefill(params, tokens, lengths, lengths, layers)[1]
+    return tuple(found[i] for i in params.config.cached)
 
 
 def _sharded(specs: tuple[LayerSpec, ...], params: Params, tokens: Any) -> Partition | None:
     """How `read_text` is sharded over the devices of a mesh."""
     shard, by_heads = specs[0].shard, PartitionSpec(None, HEADS)
-    return None if shard.mesh is None else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(specs))
+    return (
+        None
+        if shard.mesh is None
+        else (shard, (partitions(params), ALL), ((by_heads,) * 3,) * len(params.config.cached))
+    )
 
 
 read_text = Program(_read, static=1, partition=_sharded)

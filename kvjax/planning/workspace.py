@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+from kvjax.config import AttentionConfig, DeltaNetConfig
 from kvjax.models.params import MLP
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
@@ -51,7 +52,7 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
         else layer
     )
     kinds = c.kinds
-    heads = max((x.mixer.num_heads + 2 * x.mixer.num_kv_heads) * x.mixer.head_dim for x in kinds) // shard.heads
+    heads = max(map(_products, (x.mixer for x in kinds))) // shard.heads
     tokens = rows * (engine.block or engine.specs[0].prompt_len)
     width = max(2 * heads, 2 * max(x.mlp.active_width for x in kinds) // shard.model)
     logits = 4 * rows * c.vocab_size
@@ -59,7 +60,7 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     gates = [each.mlp.gate for each in engine.weights.layers if isinstance(each.mlp, MLP)]
     wide = max((math.prod(gate.shape) for gate in gates if isinstance(gate, GroupedMatrix)), default=0)
     floats = 2 * wide // shard.model * itemsize
-    keys = max(x.mixer.num_kv_heads * x.mixer.head_dim for x in kinds) // shard.heads
+    keys = max(x.num_kv_heads * x.head_dim for x in c.attention_kinds) // shard.heads
     pairs = 2 * tokens * keys * itemsize
     reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits
     table = engine.weights.embed
@@ -67,3 +68,10 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     if tpu and any(each.compress_reads_kv and each.when == "when_full" for each in engine.layers):
         decoding += 2 * sum(held for held, _, _ in caches)
     return int(_SPARE * reading) if engine.specs[0].prompt_len else 0, decoding
+
+
+def _products(mixer: AttentionConfig | DeltaNetConfig) -> int:
+    """Numbers per token that a mixer's projections make: queries, keys, values and gates."""
+    if isinstance(mixer, DeltaNetConfig):
+        return 2 * (mixer.key_width + mixer.output_width)
+    return (2 if mixer.gated else 1) * mixer.output_width + 2 * mixer.num_kv_heads * mixer.head_dim

@@ -36,6 +36,7 @@ from kvjax.cache import LayerSpec
 from kvjax.config import ModelConfig
 
 from .budget import check_budget
+from .families.recurrent import RecurrentLayer
 from .families.ring import RingLayer
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo
@@ -109,9 +110,9 @@ class Policy:
         Raises:
             PolicyError: as `bind`.
         """
-        if all(window is None for window in config.windows):
+        if config.compressed == tuple(range(config.num_layers)) and not any(config.windows):
             return self.bind(config)
-        return Windowed(self.bind(config.for_policy), config.compressed, config.num_layers)
+        return Windowed.of(self, config, config.compressed)
 
     def validate(self, tokens: int) -> None:
         """Raise `PolicyError` if the policy cannot serve a sequence that will reach `tokens` tokens."""
@@ -196,21 +197,30 @@ def _report_windows(policy: str, window: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Windowed(Policy):
-    """A policy for a model with sliding windows, made by `Policy.for_model`.
+    """A policy for a model with sliding windows or recurrent layers, made by `Policy.for_model`.
 
     The policy compresses the layers with full attention. The others keep the tokens inside their window, in slots that
     are reused. In a model whose layers all have a window, the policy compresses all of them. A layer in which the policy
-    would keep at least a window, in at least as many bytes, keeps the window instead.
+    would keep at least a window, in at least as many bytes, keeps the window instead. Recurrent layers have no tokens to
+    choose from, and keep their state.
 
     Attributes:
         policy: the bound policy.
         layers: layers of the model that it compresses. It sees them as the layers of a model of their own.
         num_layers: layers of the model.
+        recurrent: number of layers without a cache.
     """
 
     policy: Policy
     layers: tuple[int, ...]
     num_layers: int
+    recurrent: int = 0
+
+    @classmethod
+    def of(cls, policy: Policy, config: ModelConfig, layers: tuple[int, ...]) -> "Windowed":
+        """Return a policy that is not bound yet, bound to some layers of a model."""
+        recurrent = config.num_layers - len(config.cached)
+        return cls(policy.bind(config.with_layers(layers)), layers, config.num_layers, recurrent)
 
     @property
     def budget(self) -> int | float | None:
@@ -220,7 +230,8 @@ class Windowed(Policy):
     @property
     def info(self) -> PolicyInfo:
         info = self.policy.info
-        return info if len(self.layers) == self.num_layers else dataclasses.replace(info, positions="original")
+        every = len(self.layers) + self.recurrent == self.num_layers
+        return info if every else dataclasses.replace(info, positions="original")
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -229,12 +240,18 @@ class Windowed(Policy):
         return dataclasses.replace(self, policy=self.policy.bind(config))
 
     def for_model(self, config: ModelConfig) -> "Windowed":
+        recurrent = config.num_layers - len(config.cached)
         if self.num_layers != config.num_layers:
             raise PolicyError(
                 f"{self.info.name}: the policy is bound to a model of {self.num_layers} layers, but this model has "
                 f"{config.num_layers}. Give an unbound policy."
             )
-        return self.bind(config if len(self.layers) == self.num_layers else config.for_policy)
+        if self.recurrent != recurrent:
+            raise PolicyError(
+                f"{self.info.name}: the policy is bound to a model with {self.recurrent} recurrent layers, but this model has "
+                f"{recurrent}. Give an unbound policy."
+            )
+        return self.bind(config.with_layers(self.layers))
 
     def with_budget(self, budget: Any) -> "Windowed":
         return dataclasses.replace(self, policy=self.policy.with_budget(budget))
@@ -243,6 +260,8 @@ class Windowed(Policy):
         self.policy.validate(tokens)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
+        if spec.recurrent is not None:
+            return RecurrentLayer(self, spec)
         if spec.layer not in self.layers:
             return RingLayer(self, spec)
         own = dataclasses.replace(spec, layer=self.layers.index(spec.layer), num_layers=len(self.layers))

@@ -227,6 +227,10 @@ class CacheLayer(Generic[P]):
         state, out = jax.lax.scan(one, state, (block.by_token(), jnp.swapaxes(block.mask, 0, 1)))
         return jnp.swapaxes(out, 0, 1), state, carry
 
+    def advance(self, state: State) -> State:
+        """Return what is kept of the new state of a recurrent layer, which the model has computed from the previous one."""
+        return state
+
     def append(self, state: State, token: Token) -> State:
         """Return the state with one new token per row."""
         return cache.insert(state, token)[0]
@@ -358,6 +362,9 @@ class WrappedLayer(CacheLayer[P]):
         check_reads_blocks(self)
         return self.inner.read_block(state, block, carry)
 
+    def advance(self, state: State) -> State:
+        return self.inner.advance(state)
+
     def append(self, state: State, token: Token) -> State:
         return self.inner.append(state, token)
 
@@ -419,8 +426,10 @@ def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tup
     """`CacheLayer.prefill` of a layer without a model, including a layer that reads parts of its prompt again.
 
     Without a model, a prompt cannot be read again. Replays therefore observe the queries, keys and values of the first
-    pass.
+    pass. A recurrent layer has the state before the first token.
     """
+    if layer.spec.recurrent is not None:
+        return layer.init(prompt.total), carry
     for replay in layer.replays:
         carry = replay.with_observed(layer.spec.layer, without_model(replay, layer.spec, prompt), carry, layer.key)
         carry = replay.with_starts(jnp.full_like(prompt.lengths, replay.skipped), carry)

@@ -195,7 +195,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache on each device."""
+        """Bytes of the cache on each device, with the states of recurrent layers."""
         return _cache_bytes(self.policy, self.specs)[0]
 
     @property
@@ -606,7 +606,9 @@ class Engine:
 
     @any_rank
     def slots(self, state: Decoding) -> tuple[LayerCache, ...]:
-        """Each layer's kept slots, all rows and heads, unsharded. On a mesh they are copied to the host first.
+        """Each cached layer's kept slots, all rows and heads, unsharded. On a mesh they are copied to the host first.
+
+        Recurrent layers keep no tokens. `ModelConfig.cached` has the indices of the others.
 
         Raises:
             ValueError: the state is of another engine.
@@ -615,7 +617,8 @@ class Engine:
         self._check(state)
         caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
         layers = [self.policy.layer(spec.whole) for spec in self.specs]
-        return tuple(layer.view(cache) for layer, cache in zip(layers, caches, strict=True))
+        every = zip(layers, caches, strict=True)
+        return tuple(layer.view(cache) for layer, cache in every if layer.spec.recurrent is None)
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[np.ndarray, " E"]]:
         """Sampling arguments of the programs. Arguments as for `prefill`.

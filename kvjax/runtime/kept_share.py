@@ -15,7 +15,7 @@ from kvjax.runtime.program import Program
 
 
 def kept_shares(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any]) -> Float[np.ndarray, " B"]:
-    """Number of kept tokens divided by tokens processed, in each row, mean over the heads of all layers.
+    """Number of kept tokens divided by tokens processed, in each row, mean over the heads of all cached layers.
 
     On a mesh, the caches are copied to the host first.
     """
@@ -28,7 +28,8 @@ def kept_shares(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any
 def _kept_and_seen(
     policy: Policy, specs: tuple[LayerSpec, ...], caches: tuple[Any, ...]
 ) -> list[tuple[Int[Array, "B K"], Int[Array, " B"]]]:
-    held = [policy.layer(spec).view(cache) for spec, cache in zip(specs, caches, strict=True)]
+    every = zip(specs, caches, strict=True)
+    held = [policy.layer(spec).view(cache) for spec, cache in every if spec.recurrent is None]
     return [(jnp.sum(each.live, axis=-1, dtype=jnp.int32), each.seen) for each in held]
 
 

@@ -71,13 +71,14 @@ class KeptState:
 
     @property
     def slots(self) -> tuple[LayerCache, ...]:
-        """Each layer's keys, values, positions and weights, with a row axis of 1. See `kvjax.cache.LayerCache`."""
+        """Each cached layer's keys, values, positions and weights, with a row axis of 1. See `kvjax.cache.LayerCache`."""
         caches = jax.tree.map(jax.numpy.asarray, self.caches)
-        return tuple(self.policy.layer(spec).view(cache) for spec, cache in zip(self.specs, caches, strict=True))
+        every = zip(self.specs, caches, strict=True)
+        return tuple(self.policy.layer(spec).view(cache) for spec, cache in every if spec.recurrent is None)
 
     @property
     def positions(self) -> tuple[Int[np.ndarray, "K C"], ...]:
-        """Original position of each slot's token, in each layer; -1 if the slot is free.
+        """Original position of each slot's token, in each cached layer; -1 if the slot is free.
 
         A merged slot has the position of its latest token.
         """
@@ -85,7 +86,7 @@ class KeptState:
 
     @property
     def counts(self) -> tuple[Int[np.ndarray, " K"], ...]:
-        """Number of kept slots of each head, in each layer."""
+        """Number of kept slots of each head, in each cached layer."""
         return tuple((positions >= 0).sum(axis=-1) for positions in self.positions)
 
     @property

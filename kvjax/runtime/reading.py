@@ -77,7 +77,12 @@ class _Into(WrappedLayer[Any]):
 
     def prefill(self, prompt: PromptKV, carry: Carry) -> tuple[Any, Carry]:
         state, carry = self.inner.prefill(prompt, carry)
+        return self._written(state), carry
 
+    def advance(self, state: Any) -> Any:
+        return self._written(self.inner.advance(state))
+
+    def _written(self, state: Any) -> Any:
         def write(held: Array, own: Array) -> Array:
             if own.shape[1:] != held.shape[1:]:
                 raise PolicyError(
@@ -86,7 +91,7 @@ class _Into(WrappedLayer[Any]):
                 )
             return jax.lax.dynamic_update_slice_in_dim(held, own.astype(held.dtype), self.at, 0)
 
-        return jax.tree.map(write, self.held, state), carry
+        return jax.tree.map(write, self.held, state)
 
 
 def _empty(layer: CacheLayer[Any], rows: int) -> Any:

@@ -102,7 +102,7 @@ def _again(
     lengths: Int[Array, " B"],
     total: Int[Array, " B"],
     layers: Sequence[CacheLayer[Any]],
-    held: Sequence[LayerCache],
+    held: Sequence[Any],
     prepared: Sequence[dict[Replay, Any]],
 ) -> tuple[Any, ...]:
     """Run one replay and return what each layer observes; None for layers that do not declare it."""
@@ -156,12 +156,12 @@ class _Read(NamedTuple):
     """A layer's result of the first pass over a prompt.
 
     Attributes:
-        held: full cache of the prompt.
+        held: full cache of the prompt; the state of a recurrent layer.
         state: the layer's state, if it declares no replays.
         prepared: what the layer's replays prepared, by replay.
     """
 
-    held: LayerCache
+    held: Any
     state: Any
     prepared: dict[Replay, Any]
 
@@ -191,10 +191,13 @@ class _First(WrappedLayer[Any]):
             whole, None, {replay: replay.prepare(self.spec, whole, around[replay]) for replay in replays}
         ), carry
 
+    def advance(self, state: Any) -> _Read:
+        return _Read(state, state, {})
+
 
 @dataclasses.dataclass(frozen=True)
 class _Reading(WrappedLayer[Any]):
-    """Attention to a prompt's full cache and to the block, without an observer."""
+    """Attention to a prompt's full cache and to the block, without an observer. Recurrent layers go on from the prompt."""
 
     @property
     def needs_context(self) -> bool:
@@ -204,6 +207,9 @@ class _Reading(WrappedLayer[Any]):
         self, state: LayerCache, block: TokenBlock, carry: Carry
     ) -> tuple[Float[Array, "B S N H"], Any, Carry]:
         return cache.attend_block(self.spec, cache.insert_block(state, block), block), None, carry
+
+    def advance(self, state: Any) -> None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +233,9 @@ class _Again(WrappedLayer[Any]):
             return out, None, carry
         around = AttentionContext.of(carry, self.spec) if self.of.needs_context else None
         return out, self.of.observe(self.spec, Part(state, block, *self.at, around, self.prepared, self.norms)), carry
+
+    def advance(self, state: Any) -> None:
+        return None
 
 
 def _opening(tokenizer: Tokenizer) -> str:

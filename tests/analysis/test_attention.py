@@ -46,7 +46,7 @@ def test_weights_follow_from_queries_and_keys(tiny: Params) -> None:
     ("tokens", "layers", "last", "says"),
     [
         ([], [0], None, "last=None: the text has 0 tokens"),
-        (TEXT, [2], None, "the model has no layer 2. Use -2 to 1"),
+        (TEXT, [2], None, "the model has no layer 2 with attention. Use -2 to 1"),
         (TEXT, [0], 41, "last=41: the text has 40 tokens. Use 1 to 40"),
         (TEXT, [0], 0, "last=0: the text has 40 tokens"),
     ],

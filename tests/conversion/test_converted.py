@@ -37,5 +37,5 @@ def test_the_file_is_the_hugging_face_folder(name: str, tmp_path: Path) -> None:
     assert file.config.windows == folder.config.windows
     want = np.asarray(logits(folder, TOKENS))
     assert 0.3 < want.std() < 10
-    np.testing.assert_allclose(logits(file, TOKENS), want, atol=2e-5)
+    np.testing.assert_allclose(logits(file, TOKENS), want, atol=2e-5 * max(1, want.std()))
     assert file.tokenizer.decode(file.tokenizer.encode("hello there")) == "hello there"

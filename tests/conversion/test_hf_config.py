@@ -33,6 +33,14 @@ GEMMA3 = {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16, "rop
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen3.5": {"model_type": "qwen3_5_text", "head_dim": 16, "full_attention_interval": 2, "linear_key_head_dim": 8},
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "head_dim": 16,
+        "layer_types": ["full_attention", "linear_attention"],
+        "mlp_only_layers": [0],
+        "norm_topk_prob": False,
+    },
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "llama-3.1": {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
     "linear": {"rope_scaling": {"type": "linear", "factor": 8.0}},
@@ -250,6 +258,14 @@ def test_scalings() -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked"]},
             "layer_types needs 2 entries",
         ),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "sliding_attention"]},
+            "layer_types needs 2 entries full_attention or linear_attention",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2},
+            "no layer has attention; at least one layer must have keys and values to cache",
+        ),
     ],
 )
 def test_says_what_it_cannot_read(change: dict[str, Any], message: str) -> None:
@@ -274,7 +290,7 @@ LEAST = {
 def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     fields = LEAST | {"model_type": family} | change
-    if change and family in ("qwen2_moe", "qwen3_moe", "smollm3"):
+    if change and family in ("qwen2_moe", "qwen3_moe", "smollm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         with pytest.raises(CheckpointError, match=f"use_sliding_window of a {family} model is not supported"):
             from_hf(fields)
         return
@@ -288,8 +304,8 @@ def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: d
     eos = theirs.eos_token_id
     assert config.eos == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
     rotates = getattr(theirs, "no_rope_layers", [1] * 30)
-    for i, layer in enumerate(config.layers):
-        mixer = layer.mixer
+    for i in config.cached:
+        mixer = config.layers[i].attention
         kind = "full_attention" if mixer.window is None else "sliding_attention"
         rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
         share = rope.get("partial_rotary_factor", 1.0)
@@ -297,6 +313,10 @@ def test_missing_keys_are_read_as_transformers_reads_them(family: str, change: d
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
     assert config.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert config.cached == tuple(i for i, kind in enumerate(kinds) if kind != "linear_attention")
+    for mixer in config.recurrent_kinds:
+        names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+        assert dataclasses.astuple(mixer) == tuple(getattr(theirs, f"linear_{name}") for name in names)
     if change and FAMILIES[family].windows == "some":
         assert config.windows == (None,) * 28 + (4096,) * 2
     if family in ("llama", "qwen2", "qwen3", "phi3"):  # others refuse null
@@ -439,7 +459,7 @@ def test_what_gemma_3_cannot_have(change: dict[str, Any], message: str) -> None:
     [
         ("gemma2", "attention logits are capped"),
         ("deepseek_v3", r"multi-head latent attention \(MLA\) is not implemented"),
-        ("qwen3_next", "layers without attention are not implemented"),
+        ("falcon_h1", "its layers without attention are not implemented"),
         ("gemma4", "heads of several sizes"),
     ],
 )

@@ -9,6 +9,7 @@ import oracles
 import pytest
 
 import kvjax
+from kvjax.conversion import from_hf, from_state_dict
 from kvjax.models import Params
 from kvjax.models.transformer import forward
 from kvjax.runtime.generation import generate
@@ -17,9 +18,15 @@ pytestmark = pytest.mark.oracle
 
 LENGTHS = (40, 23, 7, 1)
 
+LONGER = {"qwen3.5": (70, 64, 7, 2), "phi-3-longrope-long": (40, 23, 7, 5)}
+"""Lengths of other prompts. Prompts of a gated delta net are longer than a chunk, and shorter than its convolution.
+
+LongRoPE picks its factors by the length of the batch: all rows are on the same side of the original window.
+"""
+
 # Between them: mixed windows, biases, YaRN's amplitude, query and key norms, LongRoPE, partial and interleaved rotation,
 # sandwich norms, tied embeddings, layers that differ in more than windows. Each compiles a decode loop; the other architectures follow under `-m slow`.
-DECODED_FIRST = {"smollm2", "qwen2-windows", "qwen3-yarn-biased", "phi-4-mini", "glm-4-0414", "gemma-3"}
+DECODED_FIRST = {"qwen3.5", "smollm2", "qwen2-windows", "qwen3-yarn-biased", "phi-4-mini", "glm-4-0414", "gemma-3"}
 
 
 def transformers_logits(model: Any, prompt: np.ndarray) -> np.ndarray:
@@ -48,9 +55,7 @@ def largest_difference(model: Any, params: Params, lengths: tuple[int, ...]) -> 
 @pytest.mark.parametrize("name", oracles.ARCHITECTURES)
 def test_logits_equal_transformers(name: str) -> None:
     model = oracles.transformers_model(name)
-    # LongRoPE picks its factors by the length of the batch: all rows are on the same side of the original window.
-    lengths = (40, 23, 7, 5) if name == "phi-3-longrope-long" else LENGTHS
-    assert largest_difference(model, oracles.converted(model), lengths) <= 1e-4
+    assert largest_difference(model, oracles.converted(model), LONGER.get(name, LENGTHS)) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,9 @@ def test_greedy_decoding_equals_transformers(name: str) -> None:
         "mixtral",
         "glm-4.5-air",
         "gpt-oss",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "qwen3-next",
     ],
 )
 def test_what_is_written_is_the_same_model(name: str, tmp_path: Path) -> None:
@@ -114,4 +122,24 @@ def test_the_text_model_of_qwen3_vl(tied: bool) -> None:
     oracles.randomise(torch, model)
     params = oracles.converted(model)
     assert (params.config.family, params.config.tied) == ("qwen3", tied)
+    assert largest_difference(model, params, (40, 7)) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_text_model_of_qwen3_5(kind: str) -> None:
+    """Logits of text alone, by the weights of the model with its vision tower. Layers that predict tokens at once are left out."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 36}
+    _, text = oracles.ARCHITECTURES["qwen3.5" if kind == "Qwen3_5" else "qwen3.5-moe"]
+    text = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=oracles.SIZES | text, vision_config=vision | {"num_position_embeddings": 16}
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    oracles.randomise(torch, model, gain=0.0)
+    tensors = {name: np.asarray(tensor.detach()) for name, tensor in model.state_dict().items()}
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = np.zeros((2, 2), np.float32)
+    read = from_hf(model.config.to_dict())
+    params = from_state_dict(read, tensors)
+    assert params.config.family == ("qwen3_5_text" if kind == "Qwen3_5" else "qwen3_5_moe_text")
     assert largest_difference(model, params, (40, 7)) <= 1e-4

@@ -1,7 +1,7 @@
 """The invariants in which a model takes part, of every policy, over models with other layers than Llama's.
 
-One model has layers with windows among those that policies compress, one has mixtures of experts, one has attention sinks,
-and one has what else families differ in.
+One model has layers with windows among those that policies compress, one has recurrent layers too, one has mixtures of
+experts, one has attention sinks, and one has what else families differ in.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from schedules import check, lone
 
 import kvjax
 from kvjax.cache import layer_specs
-from kvjax.config import LayerConfig, ModelConfig, MoEConfig
+from kvjax.config import DeltaNetConfig, LayerConfig, ModelConfig, MoEConfig
 from kvjax.models import Params, init
 from kvjax.models.params import name_of
 from kvjax.policies import Policy
@@ -28,13 +28,14 @@ from kvjax.runtime import session
 
 REPRESENTATIVE = {
     "windows": {"treekv", "adakv", "quest", "turboquant(full)"},
+    "recurrent": {"snapkv"},
     "experts": {"snapkv"},
     "sinks": {"h2o"},
     "families": {"treekv"},
 }
 """Policies of the slow tier, by model. Other policies are in the tier `long`. Windows have policies that merge tokens, that
-have a budget per head, that select and that quantise. Experts change no cache. Sinks have a policy that scores by probabilities.
-Other families have a policy that rotates keys
+have a budget per head, that select and that quantise. No policy changes recurrent states, and experts change no cache. Sinks
+have a policy that scores by probabilities. Other families have a policy that rotates keys
 again.
 """
 
@@ -44,6 +45,14 @@ def windowed(config: ModelConfig, *windows: int | None) -> ModelConfig:
     layer = config.layers[0]
     mixers = (dataclasses.replace(layer.mixer, window=window) for window in windows)
     return dataclasses.replace(config, layers=tuple(dataclasses.replace(layer, mixer=mixer) for mixer in mixers))
+
+
+def recurrent(config: ModelConfig) -> ModelConfig:
+    """The model with recurrent layers and one with a window among its own layers, which are gated."""
+    full, window = windowed(config, None, 24).layers
+    full = dataclasses.replace(full, mixer=dataclasses.replace(full.attention, gated=True))
+    delta = dataclasses.replace(full, mixer=DeltaNetConfig(2, 4, 8, 12))
+    return dataclasses.replace(config, layers=(delta, full, window, delta, full))
 
 
 def mixed(config: ModelConfig) -> ModelConfig:
@@ -93,6 +102,8 @@ def model(name: str) -> Params:
     """A random model that policies which are bound to `TINY` fit."""
     if name == "experts":
         return init(mixed(TINY), jax.random.key(6))
+    if name == "recurrent":
+        return init(recurrent(TINY), jax.random.key(7))
     if name == "sinks":
         return with_sinks(TINY)
     if name == "families":

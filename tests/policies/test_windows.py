@@ -11,11 +11,12 @@ import pytest
 
 import kvjax
 from kvjax.cache import LayerCache, LayerSpec, PromptKV, Token, TokenBlock, layer_specs
-from kvjax.config import ModelConfig, RopeConfig
+from kvjax.config import NO_ROPE, DeltaNetConfig, ModelConfig, RopeConfig
 from kvjax.models import Params, init
 from kvjax.models.transformer import forward
 from kvjax.policies import Full, Policy, PolicyError, by_layer, get_policy
 from kvjax.policies.base import Windowed
+from kvjax.policies.families.recurrent import RecurrentLayer
 from kvjax.policies.families.ring import RingLayer
 from kvjax.policies.layer import CacheLayer
 from kvjax.runtime.engine import Engine
@@ -157,6 +158,30 @@ def test_a_bound_policy_is_of_one_model() -> None:
     bound = Full().for_model(model(64, None))
     with pytest.raises(PolicyError, match="bound to a model of 2 layers, but this model has 3"):
         bound.for_model(model(64, None, None))
+    config = model(64, None)
+    delta = dataclasses.replace(config.layers[0], mixer=DeltaNetConfig(1, 1, 4, 4))
+    with pytest.raises(PolicyError, match="bound to a model with 0 recurrent layers, but this model has 1"):
+        bound.for_model(dataclasses.replace(config, layers=(delta, config.layers[1])))
+
+
+def test_recurrent_layers_keep_their_state() -> None:
+    """Policies see the layers with attention alone, and recurrent layers are counted in bytes."""
+    config = model(None, None)
+    delta = dataclasses.replace(config.layers[0], mixer=DeltaNetConfig(1, 2, 4, 8))
+    hybrid = dataclasses.replace(config, layers=(delta, config.layers[0], delta, config.layers[1]))
+    assert (hybrid.cached, hybrid.for_policy) == ((1, 3), config)
+    given = get_policy("pyramidkv:budget=40,window=4")
+    policy = given.for_model(hybrid)
+    layers = [policy.layer(spec) for spec in layer_specs(hybrid, 1, 2048, 256, "float32")]
+    assert [isinstance(layer, RecurrentLayer) for layer in layers] == [True, False, True, False]
+    assert [(layer.spec.layer, layer.spec.num_layers) for layer in (layers[1], layers[3])] == [(0, 2), (1, 2)]
+    assert [layer.max_kept for layer in layers if isinstance(layer, RecurrentLayer)] == [0, 0]
+    more = policy.nbytes(hybrid, 3, 2048, 256, "float32") - given.nbytes(config, 3, 2048, 256, "float32")
+    assert more == 3 * hybrid.state_bytes(4)
+    heads = jnp.zeros((1, 2, 8))
+    token = Token(heads, heads[:, :1], heads[:, :1], jnp.zeros((1,), jnp.int32), NO_ROPE)
+    with pytest.raises(PolicyError, match="layer 0 is recurrent and has no keys and values"):
+        layers[0].append(layers[0].init(), token)
 
 
 def test_bytes_count_rings_as_rings() -> None:

@@ -87,7 +87,7 @@ class MeanQueries(Profile):
                 f"triattention: {path} has no 'metadata' and 'stats'. Give a file of TriAttention's authors."
             )
         about, stats = found["metadata"], found["stats"]
-        style = "interleaved" if any(kind.mixer.rope.interleaved for kind in config.kinds) else "half"
+        style = "interleaved" if any(mixer.rope.interleaved for mixer in config.attention_kinds) else "half"
         if about.get("rope_style", style) != style:
             raise PolicyError(
                 f"triattention: {path} has pairs of rope_style={about['rope_style']!r}, but the model's are {style!r}."

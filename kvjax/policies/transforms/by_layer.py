@@ -37,9 +37,9 @@ class ByLayer(Policy):
         return ByLayer(tuple(policy.bind(config) for policy in self.layers))
 
     def for_model(self, config: ModelConfig) -> Policy:
-        """One policy per layer, or one per layer that is compressed (`ModelConfig.compressed`)."""
-        if len(self.layers) == config.num_layers and any(window is not None for window in config.windows):
-            return Windowed(self.bind(config), tuple(range(config.num_layers)), config.num_layers)
+        """One policy per cached layer, or one per layer that is compressed (`ModelConfig.cached` and `compressed`)."""
+        if len(self.layers) == len(config.cached) and any(window is not None for window in config.windows):
+            return Windowed.of(self, config, config.cached)
         return super().for_model(config)
 
     def with_budget(self, budget: Any) -> "ByLayer":
