@@ -21,7 +21,9 @@ def test_biases_are_added(tiny: Params) -> None:
     (layer, *_) = layers_of(tiny)
     biases = dataclasses.replace(layer.params.attn, q_bias=q_bias, k_bias=k_bias)
     layer = layer._replace(params=dataclasses.replace(layer.params, attn=biases))
-    got_q, got_k, got_v = jax.jit(lambda q, k: split_heads(layer, [q, k, k], jnp.zeros(q.shape[:-1], jnp.int32)))(q, k)
+    got_q, got_k, got_v, _ = jax.jit(lambda q, k: split_heads(layer, [q, k, k], jnp.zeros(q.shape[:-1], jnp.int32)))(
+        q, k
+    )
     np.testing.assert_allclose(got_q, (q + q_bias).reshape(2, 3, 4, 16), rtol=1e-6)
     np.testing.assert_allclose(got_k, (k + k_bias).reshape(2, 3, 2, 16), rtol=1e-6)
     np.testing.assert_array_equal(got_v, k.reshape(2, 3, 2, 16))
@@ -34,7 +36,7 @@ def test_joined_matrices_give_the_same_heads(tiny: Params) -> None:
     assert both.layers[0].attn.qkv is not None
     assert both.layers[0].attn.qkv.shape == (128, 48)
     for layer, other in zip(layers_of(tiny), layers_of(both), strict=True):
-        for one, two in zip(heads_of(layer, x, pos), heads_of(other, x, pos), strict=True):
+        for one, two in zip(heads_of(layer, x, pos)[:3], heads_of(other, x, pos)[:3], strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
 
 
