@@ -126,6 +126,7 @@ def serve(
         str | None,
         typer.Option("--name", help="Name of the model for clients. [default: its source]", show_default=False),
     ] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Serve no web page at /.")] = False,
     access: Access,
     limits: Limits,
 ) -> None:
@@ -175,6 +176,7 @@ def serve(
     if stored and prefill_block is None:
         raise typer.BadParameter("states are stored between blocks; give --prefill-block", param_hint="--prefix-bytes")
     params = source.load()
+    page = not no_page and params.tokenizer is not None
     batch = make_batch(
         count,
         stored,
@@ -191,6 +193,7 @@ def serve(
             sampling=given,
             masked=params.tokenizer is not None,
         ),
+        copies=int(page),
     )
     shared = Settings(
         name or source.model or NAME,
@@ -198,12 +201,16 @@ def serve(
         frozenset(access.allowed_host or ()) | {access.host},
         frozenset(access.allowed_origin or ()),
         **dataclasses.asdict(limits),
+        reports=page,
+        page=page,
     )
     console.say(
         "progress",
         f"serving {shared.name} at http://{access.host}:{access.port}/v1, {batch.rows} rows of {console.size(batch.row_bytes)}; "
         "compiling programs",
     )
+    if page:
+        console.say("progress", f"a web page is at http://{access.host}:{access.port}/")
     begun = time.perf_counter()
 
     def ready() -> None:

@@ -29,7 +29,7 @@ from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs
 from kvjax.runtime.engine import Engine, blocks, program_bytes
-from kvjax.runtime.kept_share import kept_shares
+from kvjax.runtime.kept_share import KeptPositions, kept_positions, kept_shares
 from kvjax.runtime.mesh import on_host, saved
 from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
@@ -401,6 +401,12 @@ class Batch:
         """Share of its tokens that a row keeps, see `kept_shares`, once it has ended and before it is given away."""
         reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
         return float(kept_shares(self.policy, self.reader, reading.caches)[0])
+
+    def kept_positions(self, row: int) -> KeptPositions:
+        """Which tokens a row keeps, on the way to the host. The row may go on, and is not changed."""
+        reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
+        found = kept_positions(self.policy, self.reader, reading.caches, reading.pos)
+        return KeptPositions(*_on_the_way(found))
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""

@@ -15,8 +15,10 @@ from starlette.responses import Response
 
 from kvjax._version import __version__
 
+from .cache_report import CacheSizes
 from .errors import APIError
 from .guard import CLIENT, App, Guard
+from .page import Page
 from .preparing import Prompt, listed
 from .replies import ChatReply, CompletionReply, Maker
 from .schema import ChatRequest, CompletionRequest, ErrorBody, TokenizeRequest
@@ -44,6 +46,8 @@ def make_app(server: Server) -> App:
     _add_errors(app)
     _add_state(app, server)
     _add_answers(app, server)
+    if server.settings.page:
+        _add_page(app)
     return Guard(app, server.settings)
 
 
@@ -114,6 +118,7 @@ def _add_state(app: FastAPI, server: Server) -> None:
             "max_new_tokens": batch.specs[0].new_tokens,
             "prefill_block": batch.engine.block or None,
             "sampling": sorted(batch.sampling),
+            "cache_report": settings.reports,
         },
     }
 
@@ -148,9 +153,17 @@ def _add_state(app: FastAPI, server: Server) -> None:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def _add_page(app: FastAPI) -> None:
+    page = Page()
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response(page.body, headers=page.headers, media_type="text/html")
+
+
 def _add_answers(app: FastAPI, server: Server) -> None:
     preparer = server.preparer
-    maker = Maker(server.settings.name, fingerprint(server), preparer.tokenizer)
+    maker = Maker(server.settings.name, fingerprint(server), preparer.tokenizer, CacheSizes(server.batch))
 
     @app.post("/v1/completions", responses=_STREAM)
     async def completions(body: CompletionRequest, http: Request) -> Response:

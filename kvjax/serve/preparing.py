@@ -38,6 +38,7 @@ class Prompt:
         parsing: how the text of each is parsed.
         grammar: restricts the tokens of each; None if they are free.
         share: with whom states of the prompt may be shared, as `kvjax.runtime.batch.Job` has it.
+        texts: the text of each token, if it is reported which of them are kept.
     """
 
     ids: Sequence[int]
@@ -45,6 +46,7 @@ class Prompt:
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
     grammar: JsonGrammar | None = None
     share: str | None = None
+    texts: Sequence[str] | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -130,7 +132,18 @@ class Preparer:
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         most = request.max_completion_tokens or request.max_tokens or self.most_new
         prompt = self._prompt(request, ids, self._options(request, most), 0, client)
-        return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing))
+        texts = self._texts_of(request, ids)
+        return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing), texts=texts)
+
+    def _texts_of(self, request: ChatRequest, ids: Sequence[int]) -> Sequence[str] | None:
+        if not request.cache_report:
+            return None
+        if not self._settings.reports:
+            raise APIError(400, "this server reports no caches; omit it", param="cache_report", code="unsupported")
+        if (request.n or 1) > 1:
+            raise APIError(400, "cache_report and n are not supported together", param="cache_report")
+        assert self.tokenizer is not None
+        return [self.tokenizer.decode([token], skip_special=False) for token in ids]
 
     def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
         schema = request.response_format and request.response_format.schema_of_text

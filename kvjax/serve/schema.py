@@ -191,6 +191,7 @@ class ChatRequest(Sampled):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _only(0)] = None
+    cache_report: bool | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.runtime.batch import Batch
+from kvjax.runtime.kept_share import KeptPositions
 from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import make_sampler
 
@@ -36,7 +37,7 @@ class Server:
     def __init__(self, params: Params, batch: Batch, settings: Settings, *, steps: int = 8) -> None:
         self.settings, self.batch = settings, batch
         self.preparer = Preparer(params, batch, settings)
-        self.worker = Worker(batch, steps=steps, on_updates=self._on_updates)
+        self.worker = Worker(batch, steps=steps, on_updates=self._on_updates, watching=settings.reports)
         self.metrics = Metrics(settings.name, self)
         self.draining = False
         self._admitted = 0
@@ -143,6 +144,9 @@ class Choice:
         finished: whether it has ended, for the worker or at a stop string.
         parsing, parser: parse its text.
         reused: number of its prompt's tokens whose state was stored.
+        kept: which tokens it keeps, if it is watched.
+        first, last: times of its first and last tokens, as `time.monotonic`.
+        begun_with: number of tokens that came with the first.
     """
 
     def __init__(self, running: "Running", prompt: Prompt, index: int, tokenizer: Tokenizer | None) -> None:
@@ -153,7 +157,9 @@ class Choice:
         self.finished = False
         self.parsing, self.parser = prompt.parsing, prompt.parsing.parser()
         self.first: float | None = None
+        self.last, self.begun_with = 0.0, 0
         self.reused = 0
+        self.kept: KeptPositions | None = None
         self._running = running
         self._new: list[tuple[int, float]] = []
 
@@ -164,11 +170,18 @@ class Choice:
     def extend(self, update: Update) -> None:
         """Add new tokens, up to the end of the text."""
         row, before, self.reused = self.row, len(self.row.tokens), update.reused
+        self.kept = update.kept or self.kept
         row.extend(update.tokens, update.logprobs)
         self._new += zip(row.tokens[before:], row.logprobs[before:], strict=True)
         if update.ended is not None and row.stop_reason is None:
             row.stop_reason = "length"
         self.finished = row.stop_reason is not None
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Mean time between two tokens in milliseconds; None before there are enough."""
+        more = len(self.row.tokens) - self.begun_with
+        return None if self.first is None or more < 1 else 1000 * (self.last - self.first) / more
 
     def take(self) -> tuple[str, list[tuple[int, float]]]:
         """Text that is certain since the last call, and the tokens that it came with.
@@ -203,7 +216,7 @@ class Running:
         for prompt in prompts:
             new = [Choice(self, prompt, i, tokenizer) for i in range(len(prompt.requests))]
             self.choices += new
-            server.worker.submit(prompt.jobs, new)
+            server.worker.submit(prompt.jobs, new, watched=prompt.texts is not None)
 
     def arrived(self, choice: Choice, update: Update) -> None:
         """Queue an update. A choice has no more of them than tokens, so the queue is bounded."""
@@ -237,9 +250,10 @@ class Running:
                 if update.ended == "cancelled":  # no request of ours has asked for it
                     raise overloaded("the server has shut down", 10)
                 choice.extend(update)
+                choice.last = now
                 waiting.discard(choice)
                 if choice.first is None:
-                    choice.first = now
+                    choice.first, choice.begun_with = now, len(choice.row.tokens)
                     metrics.reused.inc(choice.reused)
                     metrics.first_token.observe(now - self._began)
                 metrics.generated.inc(len(update.tokens))
