@@ -115,6 +115,23 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    sessions: Annotated[
+        Path | None,
+        typer.Option(
+            "--sessions",
+            metavar="DIR",
+            help="Save conversations there if requests ask for it, with --prefill-block.",
+            show_default=False,
+        ),
+    ] = None,
+    session_bytes: Annotated[
+        str,
+        typer.Option(
+            "--session-bytes",
+            metavar="SIZE",
+            help="Saved conversations of an API key, at most; the oldest are deleted.",
+        ),
+    ] = "4GB",
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=256, help="Decode steps between two events of a stream.")
     ] = 8,
@@ -144,6 +161,7 @@ def serve(
     from kvjax.runtime.memory import parse_bytes
     from kvjax.serve.run import run
     from kvjax.serve.serving import Server
+    from kvjax.serve.sessions import Sessions
     from kvjax.serve.settings import Settings, read_keys
     from kvjax.serve.sizing import make_batch
 
@@ -175,6 +193,9 @@ def serve(
     stored = None if prefix_bytes is None else parse_bytes(prefix_bytes)
     if stored and prefill_block is None:
         raise typer.BadParameter("states are stored between blocks; give --prefill-block", param_hint="--prefix-bytes")
+    session_limit = parse_bytes(session_bytes)
+    if sessions is not None and prefill_block is None:
+        raise typer.BadParameter("conversations go on in blocks; give --prefill-block", param_hint="--sessions")
     params = source.load()
     page = not no_page and params.tokenizer is not None
     batch = make_batch(
@@ -193,7 +214,7 @@ def serve(
             sampling=given,
             masked=params.tokenizer is not None,
         ),
-        copies=int(page),
+        copies=int(page or sessions is not None),
     )
     shared = Settings(
         name or source.model or NAME,
@@ -216,7 +237,8 @@ def serve(
     def ready() -> None:
         console.say("progress", f"ready after {time.perf_counter() - begun:.0f} s")
 
-    if not run(Server(params, batch, shared, steps=steps), access.host, access.port, ready):
+    saved = None if sessions is None else Sessions(sessions.expanduser(), session_limit, batch)
+    if not run(Server(params, batch, shared, steps=steps, sessions=saved), access.host, access.port, ready):
         raise typer.Exit(1)
 
 

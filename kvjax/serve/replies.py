@@ -158,14 +158,21 @@ class ChatReply(_Reply):
 
     def whole(self, running: Running) -> dict[str, Any]:
         """The whole answer, with the last report of its cache."""
-        report = self._report(running)
-        return super().whole(running) | ({} if report is None else {"cache": report})
+        report, session = self._report(running), running.session
+        more = ({} if report is None else {"cache": report}) | ({} if session is None else {"session": session})
+        return super().whole(running) | more
 
     def chunks(self, running: Running, changed: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Chunks with what is new in these choices. A report of the cache has a chunk of its own, without choices."""
         yield from super().chunks(running, changed)
         if (report := self._report(running)) is not None:
             yield self._envelope(self.chunk_kind, []) | {"cache": report}
+
+    def last(self, running: Running) -> Iterator[dict[str, Any]]:
+        """Chunks after all others: of the saved conversation, and of the usage, if they were asked for."""
+        if running.session is not None:
+            yield self._envelope(self.chunk_kind, []) | {"session": running.session}
+        yield from super().last(running)
 
     def _report(self, running: Running) -> dict[str, Any] | None:
         """What is new of the cache of the request's only sequence, if that was asked for."""

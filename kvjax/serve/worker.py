@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.batch import Batch, Begun, Job
 from kvjax.runtime.kept_share import KeptPositions
 from kvjax.runtime.many import JOBS
 from kvjax.runtime.scheduler import Ended, Scheduler, Ticket
@@ -37,6 +37,7 @@ class Update(NamedTuple):
         error: the error, if it failed.
         reused: number of prompt tokens whose state was stored.
         kept: which tokens the sequence keeps, if it is watched and this is known anew.
+        cache: the sequence's cache, if it is to be saved and the sequence has ended well.
     """
 
     owner: Any
@@ -46,6 +47,7 @@ class Update(NamedTuple):
     error: Exception | None
     reused: int = 0
     kept: KeptPositions | None = None
+    cache: Begun | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,16 +57,20 @@ class _Sequence:
     Attributes:
         owner: what was passed to `Worker.submit`.
         watched: whether updates say which tokens it keeps.
+        saved: whether its cache is passed on at the end.
         sent: number of tokens that were passed on.
         kept: which tokens it keeps, on the way to the host.
         looked: when that was asked for, as `time.monotonic`.
+        cache: its cache, once it has ended.
     """
 
     owner: Any
     watched: bool = False
+    saved: bool = False
     sent: int = 0
     kept: KeptPositions | None = None
     looked: float = float("-inf")
+    cache: Begun | None = None
 
 
 class Worker:
@@ -74,6 +80,7 @@ class Worker:
         batch: the batch. Only the thread uses it after `start`.
         steps: decode steps of a call. Tokens arrive, and cancelled rows become free, between calls.
         watching: whether sequences may be watched.
+        saving: whether caches may be saved.
         on_updates: called in the thread with the updates of each call.
 
     Attributes:
@@ -84,10 +91,16 @@ class Worker:
     """
 
     def __init__(
-        self, batch: Batch, *, steps: int, on_updates: Callable[[list[Update]], None], watching: bool = False
+        self,
+        batch: Batch,
+        *,
+        steps: int,
+        on_updates: Callable[[list[Update]], None],
+        watching: bool = False,
+        saving: bool = False,
     ) -> None:
         self.batch, self.scheduler = batch, Scheduler(batch, steps=steps, on_end=self._on_end)
-        self._watching = watching
+        self._watching, self._saving = watching, saving
         self.phase: Phase = "starting"
         self.error: Exception | None = None
         self.turn_began: float | None = None
@@ -111,15 +124,16 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
-    def submit(self, jobs: Sequence[Job], owners: Sequence[Any], *, watched: bool = False) -> None:
+    def submit(self, jobs: Sequence[Job], owners: Sequence[Any], *, watched: bool = False, saved: bool = False) -> None:
         """Add jobs with the same prompt.
 
         Args:
             jobs: the jobs.
             owners: what the updates of each carry, hashable and unique.
             watched: whether the updates say now and then, and at the end, which tokens are kept.
+            saved: whether the last update has the cache.
         """
-        if not self._put(lambda: self._submit(jobs, owners, watched)):
+        if not self._put(lambda: self._submit(jobs, owners, watched, saved)):
             self._on_updates([Update(owner, [], [], "cancelled", None) for owner in owners])
 
     def cancel(self, owners: Collection[Any]) -> None:
@@ -133,9 +147,9 @@ class Worker:
             self._wake.notify()
             return not self._over
 
-    def _submit(self, jobs: Sequence[Job], owners: Sequence[Any], watched: bool) -> None:
+    def _submit(self, jobs: Sequence[Job], owners: Sequence[Any], watched: bool, saved: bool) -> None:
         for ticket, owner in zip(self.scheduler.submit_samples(jobs), owners, strict=True):
-            self._sequences[ticket] = _Sequence(owner, watched and self._watching)
+            self._sequences[ticket] = _Sequence(owner, watched and self._watching, saved)
             self._tickets[owner] = ticket
 
     def _cancel(self, owners: Collection[Any]) -> None:
@@ -175,6 +189,8 @@ class Worker:
                 raise ticket.error
         if self._watching:
             self.batch.kept_positions(0)
+        if self._saving:
+            self.batch.copy_row(0)
         self.batch.release(0)
         self.batch.prefixes.clear()
         if self.batch.masked:
@@ -224,7 +240,7 @@ class Worker:
             kept, each.kept = each.kept, None
             if kept is not None:
                 kept = None if self.scheduler.lost else KeptPositions(*map(np.asarray, kept))
-            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused, kept))
+            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused, kept, each.cache))
             if ticket.ended is not None:
                 del self._sequences[ticket], self._tickets[each.owner]
         if updates:
@@ -240,7 +256,10 @@ class Worker:
                 each.kept, each.looked = self.batch.kept_positions(row), now
 
     def _on_end(self, batch: Any, ticket: Ticket, row: int) -> None:
-        """Ask it once more of a sequence that has ended."""
+        """Ask it once more of a sequence that has ended, and copy its cache if it is to be saved."""
         each = self._sequences.get(ticket)
         if each is not None and each.watched:
             each.kept = batch.kept_positions(row)
+        if each is not None and each.saved and ticket.ended in ("eos", "length"):
+            caches, tokens, _ = batch.copy_row(row)
+            each.cache = Begun(caches, tokens)

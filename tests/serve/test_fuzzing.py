@@ -58,6 +58,7 @@ CHAT = st.fixed_dictionaries(
         "tool_choice": JSON,
         "response_format": FORMAT,
         "cache_report": JSON,
+        "session": TEXT | JSON,
         "chat_template_kwargs": JSON,
     },
 )
