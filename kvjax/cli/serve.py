@@ -214,7 +214,7 @@ def serve(
             sampling=given,
             masked=params.tokenizer is not None,
         ),
-        copies=int(page or sessions is not None),
+        copies=int(sessions is not None or (page and source.mesh is not None)),
     )
     shared = Settings(
         name or source.model or NAME,

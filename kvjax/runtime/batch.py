@@ -436,10 +436,17 @@ class Batch:
         return float(kept_shares(self.policy, self.reader, reading.caches)[0])
 
     def kept_positions(self, row: int) -> KeptPositions:
-        """Which tokens a row keeps, on the way to the host. The row may go on, and is not changed."""
-        reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
-        found = kept_positions(self.policy, self.reader, reading.caches, reading.pos)
-        return KeptPositions(*_on_the_way(found))
+        """Which tokens a row keeps, on the way to the host. The row may go on, and is not changed.
+
+        On a mesh, its caches are copied to the host first.
+        """
+        assert self.state is not None
+        caches, tokens = self.state.caches, self.state.pos
+        if self.engine.shard.mesh is not None:
+            reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
+            caches, tokens, row = saved(self.policy, self.reader, reading.caches), on_host(reading.pos), 0
+        whole = [spec.whole for spec in self.reader]
+        return KeptPositions(*_on_the_way(kept_positions(self.policy, whole, caches, tokens, _numbers([row]))))
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""

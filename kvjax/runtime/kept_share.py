@@ -53,22 +53,29 @@ class KeptPositions(NamedTuple):
     slots: Any
 
 
-def kept_positions(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: Any) -> KeptPositions:
-    """Which tokens a row keeps. Nothing waits for the device, except on a mesh, whose caches are copied to the host first.
+def kept_positions(
+    policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: Any, row: Any
+) -> KeptPositions:
+    """Which tokens a row keeps. Nothing waits for the device, and no cache is copied.
 
     Args:
-        policy, specs, caches: the policy's state for each layer, with one row.
-        tokens: number of tokens processed, [1].
+        policy: the policy.
+        specs: static description of each layer's cache, of one row on one device.
+        caches: the policy's state for each layer, B rows.
+        tokens: number of tokens processed, [B].
+        row: the row, [1].
     """
-    if specs[0].shard.mesh is not None:
-        caches, tokens = jax.tree.map(jnp.asarray, (mesh.saved(policy, specs, caches), mesh.on_host(tokens)))
-    whole = tuple(spec.whole for spec in specs)
-    return KeptPositions(*_by_position(policy, whole, tuple(caches), tokens))
+    return KeptPositions(*_by_position(policy, tuple(specs), tuple(caches), tokens, row))
 
 
 def _held_by_position(
-    policy: Policy, specs: tuple[LayerSpec, ...], caches: tuple[Any, ...], tokens: Int[Array, "1"]
+    policy: Policy,
+    specs: tuple[LayerSpec, ...],
+    caches: tuple[Any, ...],
+    tokens: Int[Array, " B"],
+    row: Int[Array, "1"],
 ) -> tuple[UInt8[Array, " P"], Int[Array, ""], Int[Array, "1"], Int[Array, ""]]:
+    caches, tokens = jax.tree.map(lambda x: jnp.take(x, row, axis=0), (caches, tokens))
     held = [policy.layer(spec).view(cache) for spec, cache in zip(specs, caches, strict=True)]
     places = specs[0].max_tokens
     heads, slots = sum(each.live.shape[1] for each in held), sum(each.live.size for each in held)
@@ -81,4 +88,4 @@ def _held_by_position(
 
 
 _by_position = Program(_held_by_position, static=2)
-"""`_by_position(policy, specs, caches, tokens)`: the fields of `KeptPositions`. Keys and values are not read."""
+"""`_by_position(policy, specs, caches, tokens, row)`: the fields of `KeptPositions`. Keys and values are not read."""
