@@ -106,7 +106,7 @@ class Sessions:
         """A client's session, with its messages."""
         with self._lock:
             entry = self._entry(client, name)
-        return entry.public | {"messages": self._read(entry)[0].messages}
+        return entry.public | {"messages": self.read(entry)[0].messages}
 
     def delete(self, client: str, name: str) -> None:
         """Delete a client's session.
@@ -136,7 +136,13 @@ class Sessions:
             yield use
         finally:
             with self._lock:
-                self._busy.discard(use.id)
+                use.left = True
+                self._free(use)
+
+    def _free(self, use: "Use") -> None:
+        """Let others use a session, once its request has ended and nothing is being saved."""
+        if use.left and not use.saving:
+            self._busy.discard(use.id)
 
     def _entry(self, client: str, name: str) -> Entry:
         entry = self._entries.get(name)
@@ -156,7 +162,7 @@ class Sessions:
         """The file of a session whose name was made here."""
         return self._folder / f"{name}{ENDING}"
 
-    def _read(self, entry: Entry) -> tuple[Conversation, tuple[Any, ...]]:
+    def read(self, entry: Entry) -> tuple[Conversation, tuple[Any, ...]]:
         """A conversation and its cache."""
         try:
             head, conversation, arrays = session_file.read(self._path(entry.id))
@@ -173,6 +179,21 @@ class Sessions:
             )
             raise APIError(409, other, param="session", code="session_of_another_server")
         return conversation, jax.tree.unflatten(jax.tree.structure(self._like), arrays)
+
+    def save(self, use: "Use", conversation: Conversation, caches: tuple[Any, ...]) -> Entry:
+        """Save a conversation, see `Use.save`."""
+        with self._lock:
+            use.saving = True
+        try:
+            return self._save(use, conversation, caches)
+        except OSError as error:
+            log.exception("a session cannot be saved")
+            failed = "the session could not be saved; see the server's log"
+            raise APIError(500, failed, "server_error", code="session_not_saved") from error
+        finally:
+            with self._lock:
+                use.saving = False
+                self._free(use)
 
     def _save(self, use: "Use", conversation: Conversation, caches: tuple[Any, ...]) -> Entry:
         arrays = [np.asarray(x) for x in jax.tree.leaves(caches)]
@@ -206,24 +227,24 @@ class Sessions:
             )
 
 
-@dataclasses.dataclass(frozen=True)
 class Use:
     """A session that a request continues, or begins.
 
     Attributes:
+        id: its name.
+        saving: whether it is being saved, by a thread that goes on if the request ends meanwhile.
+        left: whether the request has ended.
+
+    Args:
         sessions: where it is saved.
         client: the request's client.
         entry: what is saved; None for a new session.
-        id: its name.
     """
 
-    sessions: Sessions
-    client: str
-    entry: Entry | None
-    id: str = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", secrets.token_hex(16) if self.entry is None else self.entry.id)
+    def __init__(self, sessions: Sessions, client: str, entry: Entry | None) -> None:
+        self.sessions, self.client, self.entry = sessions, client, entry
+        self.id = secrets.token_hex(16) if entry is None else entry.id
+        self.saving = self.left = False
 
     def load(self) -> tuple[Conversation, Begun] | None:
         """What is saved; None for a new session.
@@ -233,7 +254,7 @@ class Use:
         """
         if self.entry is None:
             return None
-        conversation, caches = self.sessions._read(self.entry)
+        conversation, caches = self.sessions.read(self.entry)
         return conversation, Begun(caches, conversation.processed)
 
     def save(self, conversation: Conversation, caches: tuple[Any, ...]) -> dict[str, Any]:
@@ -245,13 +266,7 @@ class Use:
         Raises:
             APIError: it does not fit the limit, or cannot be written. What was saved before remains.
         """
-        try:
-            return self.sessions._save(self, conversation, caches).public
-        except OSError as error:
-            log.exception("a session cannot be saved")
-            raise APIError(
-                500, "the session could not be saved; see the server's log", "server_error", code="session_not_saved"
-            ) from error
+        return self.sessions.save(self, conversation, caches).public
 
 
 def _owner(client: str) -> str:

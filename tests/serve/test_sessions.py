@@ -1,7 +1,10 @@
 """Saved conversations: continued exactly after a restart, owned, limited, and refused when damaged."""
 
+import asyncio
+import contextlib
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,55 @@ def test_one_request_at_a_time(saving: Client) -> None:
     with saving.server.sessions.use(digest("one").hex(), name):
         assert ask(saving, "d", name).json["error"]["code"] == "session_busy"
         assert call(saving, "DELETE", name).json["error"]["code"] == "session_busy"
+    assert ask(saving, "d", name).status == 200
+
+
+def test_what_is_being_saved_is_not_used_by_others(saving: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the client leaves meanwhile."""
+    name = ask(saving, "abc", "new").json["session"]["id"]
+    begun, may_end, write = threading.Event(), threading.Event(), session_file.write
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert may_end.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(session_file, "write", slow)
+    body = OPTIONS | {"messages": [{"role": "user", "content": "d"}], "session": name, "stream": True}
+    headers = {"authorization": "Bearer one"}
+    before = call(saving, "GET", name).json["tokens"]
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(saving.call("POST", "/v1/chat/completions", body, headers=headers))
+        while not begun.is_set():
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    saving.run(leave())
+    saving.wait_until(lambda: saving.server.admitted == 0)
+    assert ask(saving, "d", name).json["error"]["code"] == "session_busy"
+    may_end.set()
+    saving.wait_until(lambda: call_tokens(saving, name) > before)
+    assert ask(saving, "d", name).status == 200
+
+
+def call_tokens(client: Client, name: str) -> int:
+    found = client.server.sessions.listed(digest("one").hex())
+    return next(each["tokens"] for each in found if each["id"] == name)
+
+
+def test_a_full_disk_is_told_and_what_was_saved_remains(saving: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = ask(saving, "abc", "new").json["session"]["id"]
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_file, "write", full)
+        assert ask(saving, "d", name).json["error"]["code"] == "session_not_saved"
+        assert ask(saving, "d", name, stream=True).events[-1]["error"]["code"] == "session_not_saved"
     assert ask(saving, "d", name).status == 200
 
 
