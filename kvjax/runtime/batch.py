@@ -337,10 +337,10 @@ class Batch:
         """Prefill what follows in a begun cache."""
         size, total = self.engine.block, _numbers([job.total])
         self.reused = begun.tokens
-        # Copies, as the next block uses them up.
-        caches = jax.tree.map(jnp.array, resumed(self.policy, self.reader, begun.caches))
-        logits = jnp.array(np.zeros((1, self.engine.config.vocab_size), np.float32))
-        reading = Reading(caches, logits, jnp.array(_numbers([begun.tokens])))
+        caches = resumed(self.policy, self.reader, begun.caches)
+        logits: Any = np.zeros((1, self.engine.config.vocab_size), np.float32)
+        # Copies, as the next block uses them up. To put an array compiles nothing, unlike `jnp.array`.
+        reading = jax.device_put(Reading(caches, logits, _numbers([begun.tokens])), may_alias=False)
         parts = blocks_from_start(job.prompt[begun.tokens :], size)
         for i, part in enumerate(parts, 1):
             given = decoding.padded([part], size)

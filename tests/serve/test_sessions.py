@@ -22,6 +22,7 @@ from kvjax.runtime.prefixes import blocks_from_start
 from kvjax.runtime.request import row_seeds
 from kvjax.runtime.sampling import make_sampler
 from kvjax.serve import session_file
+from kvjax.serve.metrics import compilations
 from kvjax.serve.session_file import Conversation, DamagedError
 from kvjax.serve.settings import digest
 
@@ -101,6 +102,8 @@ def without_files(batch: Batch, turns: Sequence[tuple[Sequence[int], Any]]) -> l
 
 def test_a_conversation_goes_on_after_a_restart(letters: Params, saving: Client, folder: Path) -> None:
     """With the tokens and log-probabilities of one server, and of a cache that never leaves the device."""
+    compiled = compilations()
+    before = compiled.count
     first = ask(saving, TURNS[0], "new")
     name = first.json["session"]["id"]
     second = ask(saving, TURNS[1], name, stream=True)
@@ -108,6 +111,8 @@ def test_a_conversation_goes_on_after_a_restart(letters: Params, saving: Client,
     assert [chunk["session"]["id"] for chunk in chunks if "session" in chunk] == [name]
     third = ask(saving, TURNS[2], name)
     assert third.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+
+    assert compiled.count == before
 
     again = ask(saving, TURNS[0], "new").json["session"]["id"]
     assert again != name
