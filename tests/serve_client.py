@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvjax.models import Params
 from kvjax.runtime.batch import Batch
 from kvjax.serve.app import make_app
 from kvjax.serve.serving import Server
+from kvjax.serve.sessions import Sessions
 from kvjax.serve.settings import Settings
 
 ROWS, TOTAL, NEW = 4, 120, 24
@@ -163,15 +165,21 @@ def serving(
     sampling: Sequence[str] = SAMPLING,
     prefixes: int = 0,
     idle: bool = False,
+    folder: Path | None = None,
+    limit: int = 1 << 30,
     **settings: Any,
 ) -> Iterator[Client]:
-    """A client of a server that is ready. With `idle` it compiles nothing, and no request runs."""
+    """A client of a server that is ready. With `idle` it compiles nothing, and no request runs.
+
+    With `folder`, it saves sessions there, up to `limit` bytes.
+    """
     sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
     sizes |= {"anchor": "start", "prefixes": prefixes}
 
     def server() -> Server:
         batch = Batch(params, policy, **sizes, sampling=sampling, masked=True)
-        made = Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps)
+        sessions = None if folder is None else Sessions(folder, limit, batch)
+        made = Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps, sessions=sessions)
         if idle:
             made.worker.start = lambda: setattr(made.worker, "phase", "ready")
         return made

@@ -115,6 +115,23 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    sessions: Annotated[
+        Path | None,
+        typer.Option(
+            "--sessions",
+            metavar="DIR",
+            help="Save conversations there if requests ask for it, with --prefill-block.",
+            show_default=False,
+        ),
+    ] = None,
+    session_bytes: Annotated[
+        str,
+        typer.Option(
+            "--session-bytes",
+            metavar="SIZE",
+            help="Saved conversations of an API key, at most; the oldest are deleted.",
+        ),
+    ] = "4GB",
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=256, help="Decode steps between two events of a stream.")
     ] = 8,
@@ -126,6 +143,7 @@ def serve(
         str | None,
         typer.Option("--name", help="Name of the model for clients. [default: its source]", show_default=False),
     ] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Serve no web page at /.")] = False,
     access: Access,
     limits: Limits,
 ) -> None:
@@ -143,6 +161,7 @@ def serve(
     from kvjax.runtime.memory import parse_bytes
     from kvjax.serve.run import run
     from kvjax.serve.serving import Server
+    from kvjax.serve.sessions import Sessions
     from kvjax.serve.settings import Settings, read_keys
     from kvjax.serve.sizing import make_batch
 
@@ -174,7 +193,11 @@ def serve(
     stored = None if prefix_bytes is None else parse_bytes(prefix_bytes)
     if stored and prefill_block is None:
         raise typer.BadParameter("states are stored between blocks; give --prefill-block", param_hint="--prefix-bytes")
+    session_limit = parse_bytes(session_bytes)
+    if sessions is not None and prefill_block is None:
+        raise typer.BadParameter("conversations go on in blocks; give --prefill-block", param_hint="--sessions")
     params = source.load()
+    page = not no_page and params.tokenizer is not None
     batch = make_batch(
         count,
         stored,
@@ -191,6 +214,7 @@ def serve(
             sampling=given,
             masked=params.tokenizer is not None,
         ),
+        copies=int(sessions is not None or (page and source.mesh is not None)),
     )
     shared = Settings(
         name or source.model or NAME,
@@ -198,18 +222,23 @@ def serve(
         frozenset(access.allowed_host or ()) | {access.host},
         frozenset(access.allowed_origin or ()),
         **dataclasses.asdict(limits),
+        reports=page,
+        page=page,
     )
     console.say(
         "progress",
         f"serving {shared.name} at http://{access.host}:{access.port}/v1, {batch.rows} rows of {console.size(batch.row_bytes)}; "
         "compiling programs",
     )
+    if page:
+        console.say("progress", f"a web page is at http://{access.host}:{access.port}/")
     begun = time.perf_counter()
 
     def ready() -> None:
         console.say("progress", f"ready after {time.perf_counter() - begun:.0f} s")
 
-    if not run(Server(params, batch, shared, steps=steps), access.host, access.port, ready):
+    saved = None if sessions is None else Sessions(sessions.expanduser(), session_limit, batch)
+    if not run(Server(params, batch, shared, steps=steps, sessions=saved), access.host, access.port, ready):
         raise typer.Exit(1)
 
 

@@ -29,8 +29,8 @@ from kvjax.policies.unbound import check_no_host_cache
 from kvjax.runtime import decoding
 from kvjax.runtime import rows as programs
 from kvjax.runtime.engine import Engine, blocks, program_bytes
-from kvjax.runtime.kept_share import kept_shares
-from kvjax.runtime.mesh import on_host, saved
+from kvjax.runtime.kept_share import KeptPositions, kept_positions, kept_shares
+from kvjax.runtime.mesh import on_host, resumed, saved
 from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
@@ -48,6 +48,18 @@ MOST_TOGETHER = 8
 """Maximum number of prompts that are read together."""
 
 
+class Begun(NamedTuple):
+    """The cache of a sequence that has ended, see `Batch.copy_row`.
+
+    Attributes:
+        caches: the policy's state for each layer, on the host, with one row.
+        tokens: number of tokens processed.
+    """
+
+    caches: tuple[Any, ...]
+    tokens: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What to do for one prompt.
@@ -62,6 +74,7 @@ class Job:
         grammar: restricts the tokens, for batches with `masked`. It serves this job alone.
         share: with whom it may share stored states of prompts, for batches with `prefixes`: jobs with equal values, such
             as text. None shares none.
+        begun: a cache of the prompt's first tokens, to go on from, for batches with `block`.
     """
 
     prompt: Sequence[int]
@@ -72,6 +85,7 @@ class Job:
     sampler: Greedy | Sampling = Greedy()  # noqa: RUF009 - has no fields
     grammar: Grammar | None = None
     share: str | None = None
+    begun: Begun | None = None
 
     @property
     def total(self) -> int:
@@ -226,6 +240,8 @@ class Batch:
             ("given tokens are", len(job.given), 0, self.given, "given"),
             ("end tokens are", len(job.ends), 0, self.ends, "ends"),
             ("grammars are", int(job.grammar is not None), 0, int(self.masked), "masked"),
+            ("begun caches are", int(job.begun is not None), 0, int(self.engine.block > 0), "block"),
+            ("tokens in a begun cache are", job.begun.tokens if job.begun else 0, 0, len(job.prompt) - 1, "prompt"),
         ):
             if not least <= number <= most:
                 raise ValueError(
@@ -292,6 +308,9 @@ class Batch:
 
     def _read_blocks(self, job: Job) -> Iterator[tuple[Reading, bool]]:
         self.check(job)
+        if job.begun is not None:
+            yield from self._go_on(job, job.begun)
+            return
         size, total = self.engine.block, _numbers([job.total])
         if self.anchor == "start":
             parts = blocks_from_start(job.prompt, size)
@@ -312,6 +331,20 @@ class Batch:
             reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
             if i == keep:
                 self.prefixes.put(keys[i - 1], programs.copy(self.policy, self.reader, reading))
+            yield reading, i == len(parts)
+
+    def _go_on(self, job: Job, begun: Begun) -> Iterator[tuple[Reading, bool]]:
+        """Prefill what follows in a begun cache."""
+        size, total = self.engine.block, _numbers([job.total])
+        self.reused = begun.tokens
+        caches = resumed(self.policy, self.reader, begun.caches)
+        logits: Any = np.zeros((1, self.engine.config.vocab_size), np.float32)
+        # Copies, as the next block uses them up. To put an array compiles nothing, unlike `jnp.array`.
+        reading = jax.device_put(Reading(caches, logits, _numbers([begun.tokens])), may_alias=False)
+        parts = blocks_from_start(job.prompt[begun.tokens :], size)
+        for i, part in enumerate(parts, 1):
+            given = decoding.padded([part], size)
+            reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
             yield reading, i == len(parts)
 
     def reading(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Reading], bool]]:
@@ -401,6 +434,19 @@ class Batch:
         """Share of its tokens that a row keeps, see `kept_shares`, once it has ended and before it is given away."""
         reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
         return float(kept_shares(self.policy, self.reader, reading.caches)[0])
+
+    def kept_positions(self, row: int) -> KeptPositions:
+        """Which tokens a row keeps, on the way to the host. The row may go on, and is not changed.
+
+        On a mesh, its caches are copied to the host first.
+        """
+        assert self.state is not None
+        caches, tokens = self.state.caches, self.state.pos
+        if self.engine.shard.mesh is not None:
+            reading, _ = programs.take(self.policy, self.specs, self.state, _numbers([row]))
+            caches, tokens, row = saved(self.policy, self.reader, reading.caches), on_host(reading.pos), 0
+        whole = [spec.whole for spec in self.reader]
+        return KeptPositions(*_on_the_way(kept_positions(self.policy, whole, caches, tokens, _numbers([row]))))
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""

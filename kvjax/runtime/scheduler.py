@@ -151,6 +151,10 @@ class Scheduler:
         """Number of rows that are taken."""
         return len(self._owners)
 
+    def row_of(self, ticket: Ticket) -> int | None:
+        """The row that a job runs in. Until the next turn nobody else gets it."""
+        return next((row for row, owner in self._owners.items() if owner is ticket), None)
+
     def submit(self, job: Any) -> Ticket:
         """Add a job to the queue."""
         return self.submit_samples([job])[0]

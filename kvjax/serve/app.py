@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,13 +16,20 @@ from starlette.responses import Response
 
 from kvjax._version import __version__
 
+from .cache_report import CacheSizes
 from .errors import APIError
 from .guard import CLIENT, App, Guard
+from .page import Page
 from .preparing import Prompt, listed
 from .replies import ChatReply, CompletionReply, Maker
 from .schema import ChatRequest, CompletionRequest, ErrorBody, TokenizeRequest
 from .serving import Running, Server
+from .session_file import Conversation
+from .sessions import Sessions, Use
 from .sse import ClientGoneError, EventStream, until_disconnect
+
+Prepare = Callable[[Use | None], list[Prompt]]
+"""Makes the prompts of a request, which may use a session."""
 
 CLIENT_CLOSED = 499
 """Status of a response that nobody receives, as nginx has it."""
@@ -44,6 +52,8 @@ def make_app(server: Server) -> App:
     _add_errors(app)
     _add_state(app, server)
     _add_answers(app, server)
+    if server.settings.page:
+        _add_page(app)
     return Guard(app, server.settings)
 
 
@@ -114,6 +124,8 @@ def _add_state(app: FastAPI, server: Server) -> None:
             "max_new_tokens": batch.specs[0].new_tokens,
             "prefill_block": batch.engine.block or None,
             "sampling": sorted(batch.sampling),
+            "cache_report": settings.reports,
+            "sessions": server.sessions is not None,
         },
     }
 
@@ -148,23 +160,56 @@ def _add_state(app: FastAPI, server: Server) -> None:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def _add_page(app: FastAPI) -> None:
+    page = Page()
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response(page.body, headers=page.headers, media_type="text/html")
+
+
 def _add_answers(app: FastAPI, server: Server) -> None:
     preparer = server.preparer
-    maker = Maker(server.settings.name, fingerprint(server), preparer.tokenizer)
+    maker = Maker(server.settings.name, fingerprint(server), preparer.tokenizer, CacheSizes(server.batch))
 
     @app.post("/v1/completions", responses=_STREAM)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         count = preparer.check_count(body, len(listed(body.prompt)), server.most)
         return await answer(
-            body, http, count, CompletionReply(maker, body), lambda: preparer.completion(body, http.scope[CLIENT])
+            body, http, count, CompletionReply(maker, body), lambda _: preparer.completion(body, http.scope[CLIENT])
         )
 
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
-        count = preparer.check_count(body, 1, server.most)
+        count, client, use = preparer.check_count(body, 1, server.most), http.scope[CLIENT], None
+        if body.session is not None:
+            use = saved_sessions().use(client, body.session)
         return await answer(
-            body, http, count, ChatReply(maker, body), lambda: [preparer.chat(body, http.scope[CLIENT])]
+            body, http, count, ChatReply(maker, body), lambda use: [preparer.chat(body, client, use)], use
         )
+
+    def saved_sessions() -> Sessions:
+        if server.sessions is None:
+            refused = "this server saves no sessions; omit it, or start the server with --sessions"
+            raise APIError(400, refused, param="session", code="unsupported")
+        return server.sessions
+
+    @app.get("/v1/sessions")
+    async def sessions(http: Request) -> dict[str, Any]:
+        """Saved conversations of this API key, the one that was saved last first."""
+        saved = saved_sessions()
+        return {"object": "list", "limit": saved.limit, "data": saved.listed(http.scope[CLIENT])}
+
+    @app.get("/v1/sessions/{name}")
+    async def one_session(name: str, http: Request) -> dict[str, Any]:
+        """A saved conversation with its messages."""
+        return await asyncio.to_thread(saved_sessions().one, http.scope[CLIENT], name)
+
+    @app.delete("/v1/sessions/{name}")
+    async def delete_session(name: str, http: Request) -> dict[str, Any]:
+        """Delete a saved conversation."""
+        await asyncio.to_thread(saved_sessions().delete, http.scope[CLIENT], name)
+        return {"id": name, "object": "session.deleted", "deleted": True}
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -179,7 +224,8 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         http: Request,
         count: int,
         reply: CompletionReply | ChatReply,
-        prepare: Callable[[], list[Prompt]],
+        prepare: Prepare,
+        use: AbstractContextManager[Use] | None = None,
     ) -> Response:
         preparer.check_model(body.model)
         if body.stream_options is not None and not body.stream:
@@ -187,24 +233,27 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         if body.stream:
             settings = server.settings
             times = {"ping_seconds": settings.ping_seconds, "write_seconds": settings.write_seconds}
-            return EventStream(_chunks(server, count, reply, prepare), **times)
+            return EventStream(_chunks(server, count, reply, prepare, use), **times)
         try:
-            return JSONResponse(await until_disconnect(http.receive, _whole(server, count, reply, prepare)))
+            return JSONResponse(await until_disconnect(http.receive, _whole(server, count, reply, prepare, use)))
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
 
 
 async def _run(
-    server: Server, count: int, prepare: Callable[[], list[Prompt]]
+    server: Server, count: int, prepare: Prepare, session: AbstractContextManager[Use] | None
 ) -> AsyncGenerator[tuple[Running, list[int]]]:
     """Run a request. Whatever ends this generator ends the request's sequences."""
-    with server.admit(count) as admission:
-        prompts = await server.prepare(prepare)
+    with server.admit(count) as admission, session or contextlib.nullcontext() as use:
+        prompts = await server.prepare(prepare, use)
         server.metrics.prompted.inc(sum(len(prompt.ids) for prompt in prompts))
         running = Running(server, prompts, admission.began)
         try:
             async for changed in running:
                 yield running, changed
+            if use is not None:
+                running.session = await asyncio.to_thread(_save, use, running)
+                yield running, []
         except (GeneratorExit, asyncio.CancelledError):
             server.metrics.cancelled.inc()
             raise
@@ -212,21 +261,39 @@ async def _run(
             running.close()
 
 
+def _save(use: Use, running: Running) -> dict[str, Any]:
+    """Save the conversation of a request that has ended."""
+    (prompt,), (choice,) = running.prompts, running.choices
+    assert choice.cache is not None
+    text = choice.row.text()
+    message = choice.parsing.parser().message(text or "")
+    ids = [*map(int, prompt.ids), *choice.row.tokens]
+    return use.save(Conversation(ids, choice.cache.tokens, [*prompt.messages, message]), choice.cache.caches)
+
+
 async def _whole(
-    server: Server, count: int, reply: CompletionReply | ChatReply, prepare: Callable[[], list[Prompt]]
+    server: Server,
+    count: int,
+    reply: CompletionReply | ChatReply,
+    prepare: Prepare,
+    use: AbstractContextManager[Use] | None,
 ) -> dict[str, Any]:
     found: list[Running] = []
-    async with contextlib.aclosing(_run(server, count, prepare)) as steps:
+    async with contextlib.aclosing(_run(server, count, prepare, use)) as steps:
         async for running, _ in steps:
             found = [running]
     return reply.whole(*found)
 
 
 async def _chunks(
-    server: Server, count: int, reply: CompletionReply | ChatReply, prepare: Callable[[], list[Prompt]]
+    server: Server,
+    count: int,
+    reply: CompletionReply | ChatReply,
+    prepare: Prepare,
+    use: AbstractContextManager[Use] | None,
 ) -> AsyncGenerator[dict[str, Any]]:
     running: Running | None = None
-    async with contextlib.aclosing(_run(server, count, prepare)) as steps:
+    async with contextlib.aclosing(_run(server, count, prepare, use)) as steps:
         async for running, changed in steps:
             for chunk in reply.chunks(running, changed):
                 yield chunk

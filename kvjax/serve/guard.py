@@ -17,7 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
-OPEN = frozenset({"/health", "/ready"})
+OPEN = frozenset({"/", "/health", "/ready"})
 """Routes that need no API key."""
 
 CLIENT = "kvjax.client"

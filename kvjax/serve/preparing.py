@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
-from kvjax.runtime.batch import Batch, Job
-from kvjax.runtime.prompts import for_chat, token_ids
+from kvjax.runtime.batch import Batch, Begun, Job
+from kvjax.runtime.prompts import check_messages, for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
 from .errors import APIError
@@ -21,6 +22,8 @@ from .grammar import Grammars, JsonGrammar
 from .parsing import Parsing
 from .reasoning import is_open, thinks
 from .schema import ChatRequest, CompletionRequest, Message, Sampled, TokenizeRequest
+from .session_file import Conversation
+from .sessions import Use
 from .settings import Settings
 from .tools import tool_format
 
@@ -38,6 +41,10 @@ class Prompt:
         parsing: how the text of each is parsed.
         grammar: restricts the tokens of each; None if they are free.
         share: with whom states of the prompt may be shared, as `kvjax.runtime.batch.Job` has it.
+        texts: the text of each token, if it is reported which of them are kept.
+        saved: whether the conversation is saved at the end.
+        begun: the cache of the prompt's first tokens, if a saved conversation goes on.
+        messages: the conversation so far, if it is saved.
     """
 
     ids: Sequence[int]
@@ -45,6 +52,10 @@ class Prompt:
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
     grammar: JsonGrammar | None = None
     share: str | None = None
+    texts: Sequence[str] | None = None
+    saved: bool = False
+    begun: Begun | None = None
+    messages: Sequence[dict[str, Any]] = ()
 
     @property
     def jobs(self) -> list[Job]:
@@ -58,6 +69,7 @@ class Prompt:
                 sampler=each.sampler,
                 grammar=None if self.grammar is None else self.grammar.copy(),
                 share=self.share,
+                begun=self.begun,
             )
             for each in self.requests
         ]
@@ -113,8 +125,10 @@ class Preparer:
             found.append(self._prompt(request, ids, options, len(found) * (request.n or 1), client))
         return found
 
-    def chat(self, request: ChatRequest, client: str) -> Prompt:
-        """Prompt of a request to `/v1/chat/completions` by a client."""
+    def chat(self, request: ChatRequest, client: str, use: Use | None = None) -> Prompt:
+        """Prompt of a request to `/v1/chat/completions` by a client, which may continue a saved conversation."""
+        if use is not None:
+            _check_session(request)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise APIError(400, "send max_completion_tokens or max_tokens, not both", param="max_completion_tokens")
         arguments, kind = dict(request.chat_template_kwargs or {}), None
@@ -125,12 +139,56 @@ class Preparer:
             if "tools" in arguments:
                 raise APIError(400, "chat_template_kwargs has tools, too; omit it there", param="chat_template_kwargs")
             arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
-        ids = self.chat_ids(request.messages, arguments or None)
+        saved = None if use is None else use.load()
+        if saved is None:
+            ids = self.chat_ids(request.messages, arguments or None)
+        else:
+            ids = self._continued(saved[0], request.messages, arguments or None)
         assert self.tokenizer is not None
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         most = request.max_completion_tokens or request.max_tokens or self.most_new
         prompt = self._prompt(request, ids, self._options(request, most), 0, client)
-        return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing))
+        prompt = dataclasses.replace(
+            prompt, parsing=parsing, grammar=self._grammar(request, parsing), texts=self._texts_of(request, ids)
+        )
+        if use is None:
+            return prompt
+        said = [message.model_dump(exclude_none=True) for message in request.messages]
+        messages, begun = ([*saved[0].messages, *said], saved[1]) if saved else (said, None)
+        return dataclasses.replace(prompt, saved=True, messages=messages, begun=begun)
+
+    def _continued(
+        self, conversation: Conversation, messages: Sequence[Message], arguments: Mapping[str, Any] | None
+    ) -> Sequence[int]:
+        """Token ids of a saved conversation with further messages."""
+        before = [_message(Message.model_validate(message)) for message in conversation.messages]
+        new = [_message(message) for message in messages]
+        for text in (text for message in new for text in _texts(message)):
+            self._check_size(text, "messages")
+        assert self.tokenizer is not None
+        try:
+            check_messages(new, "chat")
+            tokenizer = self.tokenizer.for_chat(arguments)
+            text = turns.following(tokenizer, [*before, *new], len(before) - 1)
+        except ValueError as error:
+            raise APIError(400, str(error), param="messages") from None
+        ids, tail = conversation.ids, tokenizer.encode(text, add_special=False)
+        # The last token is in no cache yet. If it is a sampled end token, the template's end token replaces it.
+        ends, last, first = self.params.config.eos, ids[-1], tail[:1]
+        same = (last in ends and any(token in ends for token in first)) or (
+            first == [last] and tokenizer.is_silent(last)
+        )
+        return [*(ids[:-1] if same else ids), *tail]
+
+    def _texts_of(self, request: ChatRequest, ids: Sequence[int]) -> Sequence[str] | None:
+        if not request.cache_report:
+            return None
+        if not self._settings.reports:
+            raise APIError(400, "this server reports no caches; omit it", param="cache_report", code="unsupported")
+        if (request.n or 1) > 1:
+            raise APIError(400, "cache_report and n > 1 are not supported together", param="cache_report")
+        assert self.tokenizer is not None
+        return [self.tokenizer.decode([token], skip_special=False) for token in ids]
 
     def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
         schema = request.response_format and request.response_format.schema_of_text
@@ -274,6 +332,16 @@ def listed(prompt: Any) -> list[Any]:
 def _longest_token(tokenizer: Tokenizer) -> int:
     """Number of characters of the longest token."""
     return max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _check_session(request: ChatRequest) -> None:
+    """Raise unless the answer can be saved as the end of a conversation."""
+    # A row ends some tokens after a stop string, and these cannot be taken out of its cache again.
+    for name, given in (("stop", bool(request.stop)), ("n", (request.n or 1) > 1)):
+        if given:
+            raise APIError(400, f"session and {name} are not supported together; omit one", param=name)
+    if request.messages[-1].role not in ("user", "tool"):
+        raise APIError(400, "with session, the last message must be of a user or a tool", param="messages")
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

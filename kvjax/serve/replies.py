@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.conversion.tokenizer import Tokenizer
 
+from .cache_report import CacheReporter, CacheSizes
 from .reasoning import thought_tokens
 from .schema import ChatRequest, CompletionRequest
 from .serving import Choice, Running
@@ -27,11 +28,13 @@ class Maker:
         model: name of the model.
         fingerprint: changes when anything changes that tokens depend on.
         tokenizer: the model's tokenizer.
+        caches: sizes of caches, for reports.
     """
 
     model: str
     fingerprint: str
     tokenizer: Tokenizer | None
+    caches: CacheSizes
 
     def text(self, token: int) -> str:
         """Text of a single token, also of a special one."""
@@ -150,7 +153,35 @@ class ChatReply(_Reply):
         super().__init__(maker, request)
         self._logprobs = bool(request.logprobs)
         self._begun: set[int] = set()
+        self._reporter: CacheReporter | None = None
         self._held: dict[int, list[tuple[int, float]]] = {}
+
+    def whole(self, running: Running) -> dict[str, Any]:
+        """The whole answer, with the last report of its cache."""
+        report, session = self._report(running), running.session
+        more = ({} if report is None else {"cache": report}) | ({} if session is None else {"session": session})
+        return super().whole(running) | more
+
+    def chunks(self, running: Running, changed: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Chunks with what is new in these choices. A report of the cache has a chunk of its own, without choices."""
+        yield from super().chunks(running, changed)
+        if (report := self._report(running)) is not None:
+            yield self._envelope(self.chunk_kind, []) | {"cache": report}
+
+    def last(self, running: Running) -> Iterator[dict[str, Any]]:
+        """Chunks after all others: of the saved conversation, and of the usage, if they were asked for."""
+        if running.session is not None:
+            yield self._envelope(self.chunk_kind, []) | {"session": running.session}
+        yield from super().last(running)
+
+    def _report(self, running: Running) -> dict[str, Any] | None:
+        """What is new of the cache of the request's only sequence, if that was asked for."""
+        texts = running.prompts[0].texts
+        if texts is None:
+            return None
+        if self._reporter is None:
+            self._reporter = CacheReporter(self._maker.caches, texts)
+        return self._reporter.report(running.choices[0], self._maker.text)
 
     def _choice(self, index: int, choice: Choice, running: Running) -> dict[str, Any]:
         text, new = choice.take()

@@ -191,6 +191,17 @@ class ChatRequest(Sampled):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _only(0)] = None
+    cache_report: Annotated[bool | None, Field(description="Report the cache's bytes and which tokens it keeps.")] = (
+        None
+    )
+    session: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=64,
+            description="Save the conversation at the end: `new`, or the id of a session, which these messages continue.",
+        ),
+    ] = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None

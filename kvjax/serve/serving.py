@@ -9,13 +9,15 @@ from typing import Any
 
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
-from kvjax.runtime.batch import Batch
+from kvjax.runtime.batch import Batch, Begun
+from kvjax.runtime.kept_share import KeptPositions
 from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import make_sampler
 
 from .errors import APIError, overloaded
 from .metrics import Metrics
 from .preparing import Preparer, Prompt
+from .sessions import Sessions
 from .settings import Settings
 from .worker import Update, Worker
 
@@ -31,12 +33,17 @@ class Server:
         batch: the running batch. The server frees it.
         settings: limits.
         steps: decode steps of a call.
+        sessions: where conversations are saved; None if they are not.
     """
 
-    def __init__(self, params: Params, batch: Batch, settings: Settings, *, steps: int = 8) -> None:
-        self.settings, self.batch = settings, batch
+    def __init__(
+        self, params: Params, batch: Batch, settings: Settings, *, steps: int = 8, sessions: Sessions | None = None
+    ) -> None:
+        self.settings, self.batch, self.sessions = settings, batch, sessions
         self.preparer = Preparer(params, batch, settings)
-        self.worker = Worker(batch, steps=steps, on_updates=self._on_updates)
+        self.worker = Worker(
+            batch, steps=steps, on_updates=self._on_updates, watching=settings.reports, saving=sessions is not None
+        )
         self.metrics = Metrics(settings.name, self)
         self.draining = False
         self._admitted = 0
@@ -143,6 +150,10 @@ class Choice:
         finished: whether it has ended, for the worker or at a stop string.
         parsing, parser: parse its text.
         reused: number of its prompt's tokens whose state was stored.
+        kept: which tokens it keeps, if it is watched.
+        cache: its cache at the end, if the conversation is saved.
+        first, last: times of its first and last tokens, as `time.monotonic`.
+        begun_with: number of tokens that came with the first.
     """
 
     def __init__(self, running: "Running", prompt: Prompt, index: int, tokenizer: Tokenizer | None) -> None:
@@ -153,7 +164,11 @@ class Choice:
         self.finished = False
         self.parsing, self.parser = prompt.parsing, prompt.parsing.parser()
         self.first: float | None = None
+        self.last, self.begun_with = 0.0, 0
         self.reused = 0
+        self.kept: KeptPositions | None = None
+        self.cache: Begun | None = None
+        self._saved = prompt.saved
         self._running = running
         self._new: list[tuple[int, float]] = []
 
@@ -164,11 +179,20 @@ class Choice:
     def extend(self, update: Update) -> None:
         """Add new tokens, up to the end of the text."""
         row, before, self.reused = self.row, len(self.row.tokens), update.reused
+        self.kept = update.kept or self.kept
         row.extend(update.tokens, update.logprobs)
         self._new += zip(row.tokens[before:], row.logprobs[before:], strict=True)
         if update.ended is not None and row.stop_reason is None:
             row.stop_reason = "length"
-        self.finished = row.stop_reason is not None
+        self.cache = update.cache
+        # A cache arrives with the end.
+        self.finished = row.stop_reason is not None and (not self._saved or update.ended is not None)
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Mean time between two tokens in milliseconds; None before there are enough."""
+        more = len(self.row.tokens) - self.begun_with
+        return None if self.first is None or more < 1 else 1000 * (self.last - self.first) / more
 
     def take(self) -> tuple[str, list[tuple[int, float]]]:
         """Text that is certain since the last call, and the tokens that it came with.
@@ -192,18 +216,22 @@ class Running:
         server: the server.
         prompts: the prompts, whose sequences are numbered one after another.
         began: when the request began, as `time.monotonic`.
+
+    Attributes:
+        session: what is told of the saved conversation, if it is saved.
     """
 
     def __init__(self, server: Server, prompts: Sequence[Prompt], began: float) -> None:
         self._server, self._began = server, began
         tokenizer = server.preparer.tokenizer
         self.prompts = prompts
+        self.session: dict[str, Any] | None = None
         self.choices: list[Choice] = []
         self._changed: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
         for prompt in prompts:
             new = [Choice(self, prompt, i, tokenizer) for i in range(len(prompt.requests))]
             self.choices += new
-            server.worker.submit(prompt.jobs, new)
+            server.worker.submit(prompt.jobs, new, watched=prompt.texts is not None, saved=prompt.saved)
 
     def arrived(self, choice: Choice, update: Update) -> None:
         """Queue an update. A choice has no more of them than tokens, so the queue is bounded."""
@@ -237,9 +265,10 @@ class Running:
                 if update.ended == "cancelled":  # no request of ours has asked for it
                     raise overloaded("the server has shut down", 10)
                 choice.extend(update)
+                choice.last = now
                 waiting.discard(choice)
                 if choice.first is None:
-                    choice.first = now
+                    choice.first, choice.begun_with = now, len(choice.row.tokens)
                     metrics.reused.inc(choice.reused)
                     metrics.first_token.observe(now - self._began)
                 metrics.generated.inc(len(update.tokens))

@@ -31,6 +31,8 @@ class Settings:
         drain_seconds: time for running requests to end after SIGTERM.
         ping_seconds: time between comments in a stream that has no events.
         stuck_seconds: time after which a turn that has not ended means that the server is not healthy.
+        reports: whether requests may ask which tokens are kept, for which programs are compiled.
+        page: whether there is a web page at `/`.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Settings:
     drain_seconds: float = 30.0
     ping_seconds: float = 15.0
     stuck_seconds: float = 60.0
+    reports: bool = False
+    page: bool = False
 
     def knows(self, key: str) -> bool:
         """Whether an API key is one of the server's. The time does not depend on the key."""

@@ -19,7 +19,9 @@ STATES = 2
 """Number of states of prompts' beginnings that are stored by default, with chunked prefill."""
 
 
-def make_batch(rows: int | Literal["auto"], prefix_bytes: int | None, make: Callable[[int, int], Batch]) -> Batch:
+def make_batch(
+    rows: int | Literal["auto"], prefix_bytes: int | None, make: Callable[[int, int], Batch], copies: int = 0
+) -> Batch:
     """A batch of as many rows as were asked for, or as fit the memory.
 
     Args:
@@ -27,6 +29,7 @@ def make_batch(rows: int | Literal["auto"], prefix_bytes: int | None, make: Call
         prefix_bytes: memory for states of prompts' beginnings on each device; None for that of `STATES` rows, with chunked
             prefill. Each state has the size of a row.
         make: makes a batch of some rows, and as many states. Nothing is allocated by it.
+        copies: number of rows that may be copied at a time while the batch runs.
 
     Raises:
         ValueError: one row does not fit.
@@ -40,10 +43,10 @@ def make_batch(rows: int | Literal["auto"], prefix_bytes: int | None, make: Call
     if limit is None:
         raise ValueError("rows=auto, but the memory of this device is not known; give a number of rows")
     free = SHARE * limit - bytes_per_device(one.weights)
-    count = min(int(free // one.row_bytes) - 1 - states, MOST_ROWS)
+    count = min(int(free // one.row_bytes) - 1 - states - copies, MOST_ROWS)
     while count >= 1:
         batch = make(count, states)
-        over = batch.compile(batch.read_sizes) - SHARE * limit
+        over = batch.compile(batch.read_sizes) + copies * batch.row_bytes - SHARE * limit
         if over <= 0:
             log.info("%d rows of %d bytes fit", count, batch.row_bytes)
             return batch

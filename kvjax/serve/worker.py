@@ -9,11 +9,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from kvjax.runtime.batch import Batch, Job
+import numpy as np
+
+from kvjax.runtime.batch import Batch, Begun, Job
+from kvjax.runtime.kept_share import KeptPositions
 from kvjax.runtime.many import JOBS
 from kvjax.runtime.scheduler import Ended, Scheduler, Ticket
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""Time between two reports of the tokens that a sequence keeps."""
 
 MOST_FAILURES = 3
 """Calls in a row that may fail before the thread gives up."""
@@ -30,6 +36,8 @@ class Update(NamedTuple):
         ended: why the sequence has ended; None if it goes on.
         error: the error, if it failed.
         reused: number of prompt tokens whose state was stored.
+        kept: which tokens the sequence keeps, if it is watched and this is known anew.
+        cache: the sequence's cache, if it is to be saved and the sequence has ended well.
     """
 
     owner: Any
@@ -38,6 +46,8 @@ class Update(NamedTuple):
     ended: Ended | None
     error: Exception | None
     reused: int = 0
+    kept: KeptPositions | None = None
+    cache: Begun | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,11 +56,21 @@ class _Sequence:
 
     Attributes:
         owner: what was passed to `Worker.submit`.
+        watched: whether updates say which tokens it keeps.
+        saved: whether its cache is passed on at the end.
         sent: number of tokens that were passed on.
+        kept: which tokens it keeps, on the way to the host.
+        looked: when that was asked for, as `time.monotonic`.
+        cache: its cache, once it has ended.
     """
 
     owner: Any
+    watched: bool = False
+    saved: bool = False
     sent: int = 0
+    kept: KeptPositions | None = None
+    looked: float = float("-inf")
+    cache: Begun | None = None
 
 
 class Worker:
@@ -59,6 +79,8 @@ class Worker:
     Args:
         batch: the batch. Only the thread uses it after `start`.
         steps: decode steps of a call. Tokens arrive, and cancelled rows become free, between calls.
+        watching: whether sequences may be watched.
+        saving: whether caches may be saved.
         on_updates: called in the thread with the updates of each call.
 
     Attributes:
@@ -68,8 +90,17 @@ class Worker:
         turn_began: when the current call began, as `time.monotonic`; None between calls.
     """
 
-    def __init__(self, batch: Batch, *, steps: int, on_updates: Callable[[list[Update]], None]) -> None:
-        self.batch, self.scheduler = batch, Scheduler(batch, steps=steps)
+    def __init__(
+        self,
+        batch: Batch,
+        *,
+        steps: int,
+        on_updates: Callable[[list[Update]], None],
+        watching: bool = False,
+        saving: bool = False,
+    ) -> None:
+        self.batch, self.scheduler = batch, Scheduler(batch, steps=steps, on_end=self._on_end)
+        self._watching, self._saving = watching, saving
         self.phase: Phase = "starting"
         self.error: Exception | None = None
         self.turn_began: float | None = None
@@ -93,9 +124,16 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
-    def submit(self, jobs: Sequence[Job], owners: Sequence[Any]) -> None:
-        """Add jobs with the same prompt. Updates of each carry its owner, which is hashable and unique."""
-        if not self._put(lambda: self._submit(jobs, owners)):
+    def submit(self, jobs: Sequence[Job], owners: Sequence[Any], *, watched: bool = False, saved: bool = False) -> None:
+        """Add jobs with the same prompt.
+
+        Args:
+            jobs: the jobs.
+            owners: what the updates of each carry, hashable and unique.
+            watched: whether the updates say now and then, and at the end, which tokens are kept.
+            saved: whether the last update has the cache.
+        """
+        if not self._put(lambda: self._submit(jobs, owners, watched, saved)):
             self._on_updates([Update(owner, [], [], "cancelled", None) for owner in owners])
 
     def cancel(self, owners: Collection[Any]) -> None:
@@ -109,9 +147,9 @@ class Worker:
             self._wake.notify()
             return not self._over
 
-    def _submit(self, jobs: Sequence[Job], owners: Sequence[Any]) -> None:
+    def _submit(self, jobs: Sequence[Job], owners: Sequence[Any], watched: bool, saved: bool) -> None:
         for ticket, owner in zip(self.scheduler.submit_samples(jobs), owners, strict=True):
-            self._sequences[ticket] = _Sequence(owner)
+            self._sequences[ticket] = _Sequence(owner, watched and self._watching, saved)
             self._tickets[owner] = ticket
 
     def _cancel(self, owners: Collection[Any]) -> None:
@@ -149,6 +187,10 @@ class Worker:
                 self.scheduler.turn()
             if ticket.error is not None:
                 raise ticket.error
+        if self._watching:
+            self.batch.kept_positions(0)
+        if self._saving:
+            self.batch.copy_row(0)
         self.batch.release(0)
         self.batch.prefixes.clear()
         if self.batch.masked:
@@ -178,6 +220,7 @@ class Worker:
                 if failures == MOST_FAILURES:
                     raise error
             self._tell(changed)
+            self._look()
 
     def _end_all(self, ended: Ended, error: Exception | None) -> None:
         with self._wake:
@@ -194,8 +237,29 @@ class Worker:
             new = slice(each.sent, len(ticket.tokens))
             each.sent = new.stop
             found = ticket.tokens[new], ticket.logprobs[new]
-            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused))
+            kept, each.kept = each.kept, None
+            if kept is not None:
+                kept = None if self.scheduler.lost else KeptPositions(*map(np.asarray, kept))
+            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused, kept, each.cache))
             if ticket.ended is not None:
                 del self._sequences[ticket], self._tickets[each.owner]
         if updates:
             self._on_updates(updates)
+
+    def _look(self) -> None:
+        """Ask which tokens watched sequences keep. The next turn's results come after those of the call that they are of."""
+        now = time.monotonic()
+        for ticket, each in self._sequences.items():
+            if not each.watched or now - each.looked < LOOK_SECONDS:
+                continue
+            if (row := self.scheduler.row_of(ticket)) is not None:
+                each.kept, each.looked = self.batch.kept_positions(row), now
+
+    def _on_end(self, batch: Any, ticket: Ticket, row: int) -> None:
+        """Ask it once more of a sequence that has ended, and copy its cache if it is to be saved."""
+        each = self._sequences.get(ticket)
+        if each is not None and each.watched:
+            each.kept = batch.kept_positions(row)
+        if each is not None and each.saved and ticket.ended in ("eos", "length"):
+            caches, tokens, _ = batch.copy_row(row)
+            each.cache = Begun(caches, tokens)

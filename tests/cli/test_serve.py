@@ -40,6 +40,8 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
         (["--mesh", "data=2"], 2, "start a server for each copy"),
         (["--distributed"], 2, "runs in one process"),
         (["--prefix-bytes", "1GB"], 2, "give --prefill-block"),
+        (["--sessions", "saved"], 2, "give --prefill-block"),
+        (["--session-bytes", "much"], 1, "is not a memory size"),
         (["--prefix-bytes", "much", "--prefill-block", "16"], 1, "is not a memory size"),
     ],
 )
@@ -63,10 +65,11 @@ def test_commands_of_the_page_are_understood(kvjax_command: Any, tmp_path: Path)
     unit = configparser.ConfigParser()
     unit.optionxform = str
     unit.read_string(blocks["ini"])
-    (command,) = re.findall(r"^kvjax serve .*$", PAGE, re.MULTILINE)
+    commands = re.findall(r"^kvjax serve .*$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
     (keys := tmp_path / "keys").write_text("sesame\n")
     for words in (
-        command.split(),
+        *map(str.split, commands),
         [*json.loads(entry), *service["command"].replace("/run/secrets/keys", str(keys)).split()],
         unit["Service"]["ExecStart"].split(),
     ):

@@ -5,7 +5,7 @@ import pytest
 
 import kvjax
 from kvjax.runtime import many as lists
-from kvjax.runtime.batch import Batch
+from kvjax.runtime.batch import Batch, Begun, Job
 from kvjax.runtime.mesh import on_mesh
 from kvjax.runtime.rollouts import Rollouts
 
@@ -65,3 +65,36 @@ def test_rollouts_over_a_mesh(mesh, tiny):
     answers = [group[0].tokens for group in found[0]]
     for a, b in zip(one.token_logprobs(prompts, answers), many.token_logprobs(prompts, answers), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", ["model=2", "sequence=2"])
+def test_what_rows_keep_is_known_and_goes_on_over_a_mesh(mesh, tiny):
+    """A row is reported and copied as on one device, and goes on bit for bit from its copy."""
+    sizes = {"rows": 2, "prompt_len": 64, "max_new_tokens": 16, "block": 16, "anchor": "start"}
+    prompt = np.random.default_rng(5).integers(0, 64, 40).tolist()
+    found = []
+    for where in (None, mesh):
+        batch = Batch(tiny, "treekv:32", **sizes, mesh=where)
+        job = Job(prompt, 8)
+        (*_, reading) = batch.read_blocks(job)
+        tokens = _finish(batch, reading, job)
+        kept = [np.asarray(each) for each in batch.kept_positions(1)]
+        caches, count, _ = batch.copy_row(1)
+        job = Job([*prompt, *tokens, 7, 8, 9], 8, begun=Begun(caches, count))
+        again = []
+        for _ in range(2):
+            (*_, reading) = batch.read_blocks(job)
+            again.append(_finish(batch, reading, job))
+        assert again[0] == again[1]
+        found.append((tokens, *(each.tolist() for each in kept), again[0]))
+    assert found[0] == found[1]
+
+
+def _finish(batch, reading, job):
+    """Tokens of row 1, up to the end."""
+    tokens, live = [int(batch.insert(reading, job, 1).token[0])], True
+    while live:
+        call = batch.serve(8)
+        tokens += np.asarray(call.tokens)[1, : int(call.filled[1])].tolist()
+        live = bool(call.live[1])
+    return tokens

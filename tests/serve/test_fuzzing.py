@@ -52,7 +52,15 @@ SAMPLED: dict[str, Any] = {
 COMPLETION = st.fixed_dictionaries({"prompt": PROMPT}, optional=SAMPLED | {"echo": JSON, "suffix": JSON})
 CHAT = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGE, max_size=3) | JSON},
-    optional=SAMPLED | {"tools": JSON, "tool_choice": JSON, "response_format": FORMAT, "chat_template_kwargs": JSON},
+    optional=SAMPLED
+    | {
+        "tools": JSON,
+        "tool_choice": JSON,
+        "response_format": FORMAT,
+        "cache_report": JSON,
+        "session": TEXT | JSON,
+        "chat_template_kwargs": JSON,
+    },
 )
 REQUEST = st.one_of(
     st.tuples(st.just("/v1/completions"), COMPLETION),
