@@ -170,7 +170,7 @@ def serving(
     sizes |= {"anchor": "start", "prefixes": prefixes}
 
     def server() -> Server:
-        batch = Batch(params, policy, **sizes, sampling=sampling, masked=True)
+        batch = Batch(params, policy, **sizes, sampling=sampling, masked=True, tops=True)
         made = Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps)
         if idle:
             made.worker.start = lambda: setattr(made.worker, "phase", "ready")

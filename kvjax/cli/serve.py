@@ -190,6 +190,7 @@ def serve(
             prefixes=prefixes,
             sampling=given,
             masked=params.tokenizer is not None,
+            tops=True,
         ),
     )
     shared = Settings(

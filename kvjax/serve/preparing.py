@@ -38,6 +38,7 @@ class Prompt:
         parsing: how the text of each is parsed.
         grammar: restricts the tokens of each; None if they are free.
         share: with whom states of the prompt may be shared, as `kvjax.runtime.batch.Job` has it.
+        tops: how many of the most likely tokens of each step are reported.
     """
 
     ids: Sequence[int]
@@ -45,6 +46,7 @@ class Prompt:
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
     grammar: JsonGrammar | None = None
     share: str | None = None
+    tops: int = 0
 
     @property
     def jobs(self) -> list[Job]:
@@ -58,6 +60,7 @@ class Prompt:
                 sampler=each.sampler,
                 grammar=None if self.grammar is None else self.grammar.copy(),
                 share=self.share,
+                tops=self.tops,
             )
             for each in self.requests
         ]
@@ -76,6 +79,7 @@ class Preparer:
         self.params, self._settings = params, settings
         self.longest, self.most_new = batch.specs[0].prompt_len, batch.specs[0].new_tokens
         self._sampling, self._ends, self._masked = batch.sampling, batch.ends, batch.masked
+        self._most_tops = batch.most_tops
         self._characters = 0 if params.tokenizer is None else self.longest * _longest_token(params.tokenizer)
 
     @property
@@ -252,7 +256,9 @@ class Preparer:
             )
         return options
 
-    def _prompt(self, request: Sampled, ids: Sequence[int], options: Request, first: int, client: str) -> Prompt:
+    def _prompt(
+        self, request: CompletionRequest | ChatRequest, ids: Sequence[int], options: Request, first: int, client: str
+    ) -> Prompt:
         if len(ids) > self.longest:
             raise APIError(
                 400,
@@ -260,9 +266,17 @@ class Preparer:
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
+        tops, name = request.logprobs or 0, "logprobs"
+        if isinstance(request, ChatRequest):
+            tops, name = request.top_logprobs or 0, "top_logprobs"
+            if tops and not request.logprobs:
+                raise APIError(400, "top_logprobs needs logprobs; send logprobs: true, or omit it", param=name)
+        if tops > self._most_tops:
+            most = self._most_tops
+            raise APIError(400, f"{name}={tops}, but this server reports at most {most} tokens", param=name)
         seeds = row_seeds(options.seed, range(first, first + (request.n or 1)))
         requests = [dataclasses.replace(options, seed=seed) for seed in seeds]
-        return Prompt(ids, requests, share=f"{client} {request.cache_salt or ''}")
+        return Prompt(ids, requests, share=f"{client} {request.cache_salt or ''}", tops=tops)
 
 
 def listed(prompt: Any) -> list[Any]:

@@ -15,6 +15,10 @@ MOST_TOOLS = 128
 """Maximum number of tools."""
 
 
+MOST_TOPS = 20
+"""Maximum number of most likely tokens."""
+
+
 MOST_LEVELS = 64
 """Maximum depth of objects and lists with any content."""
 
@@ -52,6 +56,7 @@ Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """A JSON object with any content."""
 
 Positive = Annotated[int, Field(ge=1, le=2**30)]
+Tops = Annotated[int, Field(ge=0, le=MOST_TOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
@@ -94,7 +99,7 @@ class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
     prompt: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
-    logprobs: Annotated[int | None, _only(0)] = None
+    logprobs: Tops | None = None
     echo: Annotated[bool | None, _only(False)] = None
     best_of: Annotated[int | None, _only(1)] = None
     suffix: Annotated[str | None, _only("")] = None
@@ -190,7 +195,7 @@ class ChatRequest(Sampled):
     messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, _only(0)] = None
+    top_logprobs: Tops | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None

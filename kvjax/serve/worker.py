@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.many import JOBS
-from kvjax.runtime.scheduler import Ended, Scheduler, Ticket
+from kvjax.runtime.scheduler import Ended, Scheduler, Ticket, Tops
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class Update(NamedTuple):
     Attributes:
         owner: what was passed to `Worker.submit`.
         tokens, logprobs: the new tokens and their log-probabilities.
+        tops: the most likely tokens in place of each of them, if they were asked for.
         ended: why the sequence has ended; None if it goes on.
         error: the error, if it failed.
         reused: number of prompt tokens whose state was stored.
@@ -38,6 +39,7 @@ class Update(NamedTuple):
     ended: Ended | None
     error: Exception | None
     reused: int = 0
+    tops: Sequence[Tops] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -194,7 +196,7 @@ class Worker:
             new = slice(each.sent, len(ticket.tokens))
             each.sent = new.stop
             found = ticket.tokens[new], ticket.logprobs[new]
-            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused))
+            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused, ticket.tops[new]))
             if ticket.ended is not None:
                 del self._sequences[ticket], self._tickets[each.owner]
         if updates:
