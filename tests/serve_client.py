@@ -160,13 +160,14 @@ def serving(
     rows: int = ROWS,
     block: int | None = None,
     steps: int = 4,
+    new: int = NEW,
     sampling: Sequence[str] = SAMPLING,
     prefixes: int = 0,
     idle: bool = False,
     **settings: Any,
 ) -> Iterator[Client]:
     """A client of a server that is ready. With `idle` it compiles nothing, and no request runs."""
-    sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
+    sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": new, "block": block}
     sizes |= {"anchor": "start", "prefixes": prefixes}
 
     def server() -> Server:

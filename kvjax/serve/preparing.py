@@ -17,10 +17,10 @@ from kvjax.runtime.prompts import for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
 from .errors import APIError
-from .grammar import Grammars, JsonGrammar
+from .grammar import Grammars, TextGrammar
 from .parsing import Parsing
 from .reasoning import is_open, thinks
-from .schema import ChatRequest, CompletionRequest, Message, Sampled, TokenizeRequest
+from .schema import ChatRequest, CompletionRequest, Message, NamedTool, Sampled, TokenizeRequest
 from .settings import Settings
 from .tools import tool_format
 
@@ -44,7 +44,7 @@ class Prompt:
     ids: Sequence[int]
     requests: Sequence[Request]
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
-    grammar: JsonGrammar | None = None
+    grammar: TextGrammar | None = None
     share: str | None = None
     tops: int = 0
 
@@ -136,16 +136,48 @@ class Preparer:
         prompt = self._prompt(request, ids, self._options(request, most), 0, client)
         return dataclasses.replace(prompt, parsing=parsing, grammar=self._grammar(request, parsing))
 
-    def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
+    def _grammar(self, request: ChatRequest, parsing: Parsing) -> TextGrammar | None:
         schema = request.response_format and request.response_format.schema_of_text
-        if schema is None:
+        functions = self._functions(request)
+        if schema is None and functions is None:
             return None
-        for name in ("ignore_eos", "tools"):
+        field = "tool_choice" if schema is None else "response_format"
+        for name in ("ignore_eos", *(["tools"] if schema is not None else [])):
             if getattr(request, name):
-                raise APIError(400, f"response_format and {name} are not supported together", param="response_format")
+                raise APIError(400, f"{field} and {name} are not supported together", param=field)
         if not self._masked or self.grammars is None:
-            raise APIError(400, "this server has no grammars; send text", param="response_format")
-        return self.grammars.json(schema, thoughts=parsing.thoughts, opened=parsing.opened)
+            raise APIError(400, f"this server has no grammars; omit {field}", param=field)
+        how = {"thoughts": parsing.thoughts, "opened": parsing.opened}
+        if schema is not None:
+            return self.grammars.json(schema, **how)
+        assert functions is not None
+        assert parsing.tools is not None
+        return self.grammars.calls(parsing.tools, functions, several=request.parallel_tool_calls is not False, **how)
+
+    def _functions(self, request: ChatRequest) -> dict[str, dict[str, Any] | None] | None:
+        """The functions of which the answer must call one, with the schemas of their arguments; None if it need not."""
+        found = {tool.function.name: tool.function.parameters for tool in request.tools or ()}
+        for name, schema in found.items() if request.must_call else ():
+            if (schema or {}).get("type", "object") != "object":
+                raise APIError(400, f"parameters of {name!r} are no object; send a schema of one", param="tools")
+        if not request.must_call:
+            if request.parallel_tool_calls is False and found and request.tool_choice != "none":
+                hint = "send tool_choice: required with it, or omit it"
+                raise APIError(
+                    400, f"parallel_tool_calls: false is not supported here; {hint}", param="parallel_tool_calls"
+                )
+            if any(tool.function.strict for tool in request.tools or ()):
+                hint = "send tool_choice: required with it, or omit it"
+                raise APIError(400, f"strict is not supported here; {hint}", param="tools")
+            return None
+        if not found:
+            raise APIError(400, "tool_choice is given, but no tools are; send some", param="tool_choice")
+        if isinstance(request.tool_choice, NamedTool):
+            name = request.tool_choice.function.name
+            if name not in found:
+                raise APIError(400, f"tool_choice: no tool is called {name!r}", param="tool_choice")
+            return {name: found[name]}
+        return found
 
     @functools.cached_property
     def grammars(self) -> Grammars | None:

@@ -179,7 +179,7 @@ class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Free | None = None
-    strict: Annotated[bool | None, _only(False)] = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -187,6 +187,19 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(Sampled):
@@ -198,9 +211,14 @@ class ChatRequest(Sampled):
     top_logprobs: Tops | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Annotated[bool | None, _only(True)] = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Free | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice not in (None, "auto", "none")
 
 
 class TokenizeRequest(Strict):
