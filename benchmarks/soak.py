@@ -50,6 +50,7 @@ OPTIONS = {
     "--max-total-tokens": TOTAL,
     "--max-new-tokens": NEW,
     "--prefill-block": 32,
+    "--prefix-host-bytes": "1MB",
     "--max-queue": 16,
     "--name": "soak",
     "--steps": 4,

@@ -163,12 +163,13 @@ def serving(
     new: int = NEW,
     sampling: Sequence[str] = SAMPLING,
     prefixes: int = 0,
+    prefix_host_bytes: int = 0,
     idle: bool = False,
     **settings: Any,
 ) -> Iterator[Client]:
     """A client of a server that is ready. With `idle` it compiles nothing, and no request runs."""
     sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": new, "block": block}
-    sizes |= {"anchor": "start", "prefixes": prefixes}
+    sizes |= {"anchor": "start", "prefixes": prefixes, "prefix_host_bytes": prefix_host_bytes}
 
     def server() -> Server:
         batch = Batch(params, policy, **sizes, sampling=sampling, masked=True, tops=True)

@@ -139,6 +139,7 @@ class Batch:
             shorter; with "start", the last but one, see `kvjax.runtime.prefixes.blocks_from_start`.
         prefixes: maximum number of states of prompts' beginnings that are stored on the device, besides the rows. They need
             chunked prefill with anchor "start".
+        prefix_host_bytes: maximum size of the states that are moved to host memory when the device has no more room for them.
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
         read_together: maximum number of tokens, padding included, of short prompts that are read together. GPUs multiply few
@@ -170,6 +171,7 @@ class Batch:
         tops: bool = False,
         anchor: Anchor = "end",
         prefixes: int = 0,
+        prefix_host_bytes: int = 0,
         read_sizes: Sequence[int] | None = None,
         read_together: int = 0,
         mixed: bool = True,
@@ -206,7 +208,7 @@ class Batch:
                 f"prefixes={prefixes}, but states are stored only between blocks that are counted from the start; give block, and anchor='start'"
             )
         self.anchor: Anchor = anchor
-        self.prefixes, self._fractions = Prefixes(prefixes), has_fractions(self.policy)
+        self.prefixes, self._fractions = Prefixes(prefixes, prefix_host_bytes), has_fractions(self.policy)
         self.reused = 0
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)

@@ -40,6 +40,8 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
         (["--mesh", "data=2"], 2, "start a server for each copy"),
         (["--distributed"], 2, "runs in one process"),
         (["--prefix-bytes", "1GB"], 2, "give --prefill-block"),
+        (["--prefix-host-bytes", "1GB"], 2, "give --prefill-block"),
+        (["--prefix-host-bytes", "1GB", "--prefix-bytes", "0", "--prefill-block", "16"], 2, "more than 0"),
         (["--prefix-bytes", "much", "--prefill-block", "16"], 1, "is not a memory size"),
     ],
 )
