@@ -50,7 +50,7 @@ OPTIONS = {
     "--max-total-tokens": TOTAL,
     "--max-new-tokens": NEW,
     "--prefill-block": 32,
-    "--prefix-host-bytes": "1MB",
+    "--prefix-host-bytes": "200kB",
     "--max-queue": 16,
     "--name": "soak",
     "--steps": 4,
@@ -86,8 +86,16 @@ def bodies() -> list[dict[str, Any]]:
     for i in range(24):
         prompt = (shared if i % 2 else []) + draw.integers(0, VOCABULARY, int(draw.integers(1, 60))).tolist()
         sampled = {"temperature": 0.8 * (i % 3), "seed": i, "max_tokens": int(draw.integers(1, NEW + 1))}
+        tops = 5 if i % 4 == 0 else 0
         found.append(
-            {"prompt": prompt, **sampled, "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "stream": True}
+            {
+                "prompt": prompt,
+                **sampled,
+                "ignore_eos": True,
+                "logprobs": tops,
+                "return_token_ids": True,
+                "stream": True,
+            }
         )
     return found
 
@@ -225,8 +233,10 @@ def main() -> None:
     """Run the soak and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=90)
-    seconds = parser.parse_args().seconds / 3
-    row: dict[str, Any] = {"seconds": 3 * seconds}
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    seconds = args.seconds / 3
+    row: dict[str, Any] = {"seconds": args.seconds}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model")
         server = Server(Path(folder) / "model")
@@ -242,6 +252,8 @@ def main() -> None:
             asyncio.run(clients.run(seconds, 2))
             health = probed.result()
             row["memory_end"] = server.memory()
+            names = "prefix_states_on_device", "prefix_host_bytes", "prefix_states_restored_total"
+            row |= {name: server.value(name) for name in names}
             row["compiled"] = server.value("compilations_total") - compiled
 
             async def ending() -> None:
@@ -263,6 +275,8 @@ def main() -> None:
         "requests": dict(clients.counts),
         "wrong": clients.wrong[:10],
         "health_p99": float(np.percentile(health, 99)),
+        "health_calls": len(health),
+        "load_average": os.getloadavg(),
     }
     row["checks"] = {
         "answers and refusals": not clients.wrong and clients.counts["answered"] > 0,
@@ -272,6 +286,10 @@ def main() -> None:
         "ends well": row["exit_code"] == 0 and row["running_at_end"] == 0,
     }
     print(json.dumps(row, indent=1))
+    if args.out is not None:
+        from benchmarks import report
+
+        report.write(args.out, report.header(clients=CLIENTS, burst=BURST, **OPTIONS), [row])
     sys.exit(not all(row["checks"].values()))
 
 
