@@ -32,12 +32,17 @@ SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 """How templates write JSON, as options of llguidance."""
 
 
+_COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}
+"""Keys of a schema that may add arguments to its own."""
+
+
 def calls_grammar(
     kind: Format, functions: Mapping[str, Mapping[str, Any] | None], *, several: bool, after_thoughts: bool
 ) -> str:
     """A grammar of answers that call functions and say nothing else, in llguidance's variant of Lark.
 
-    Templates of Llama 3 take a single call in an answer.
+    Templates of Llama 3 take a single call in an answer. A function has no other arguments than those that its schema
+    names, unless the schema says so.
 
     Args:
         kind: the format.
@@ -55,7 +60,9 @@ def calls_grammar(
     for i, (name, schema) in enumerate(functions.items()):
         named = json.dumps(name) + f', "{key}": '
         # References in a schema are relative to its own root, so each schema is a grammar of its own.
-        given = {"x-guidance": SEPARATORS, "type": "object"} | dict(schema or {})
+        given: dict[str, Any] = {"x-guidance": SEPARATORS, "type": "object"} | dict(schema or {})
+        if "properties" in given and not _COMBINED & given.keys():
+            given.setdefault("additionalProperties", False)
         lines += [f"f{i}: {json.dumps(named)} a{i}", f"a{i}: %json {json.dumps(given)}"]
     return "\n".join(lines)
 

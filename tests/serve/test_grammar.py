@@ -32,7 +32,7 @@ def form(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 TOOLS = {
-    "add": {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False},
+    "add": {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]},
     "set": {
         "type": "object",
         "properties": {"b": {"$ref": "#/$defs/c"}},
