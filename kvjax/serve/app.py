@@ -44,7 +44,7 @@ def make_app(server: Server) -> App:
     _add_errors(app)
     _add_state(app, server)
     _add_answers(app, server)
-    return Guard(app, server.settings)
+    return Guard(app, server.settings, app.routes)
 
 
 def fingerprint(server: Server) -> str:
