@@ -157,8 +157,8 @@ async def ask(url: str, body: bytes, *, leave_after: int | None = None, pause: f
 class Clients:
     """Clients, and what has come of their requests."""
 
-    def __init__(self, url: str, expected: list[Any]) -> None:
-        self._url, self._expected = url, expected
+    def __init__(self, url: str, expected: list[Any], pause: float) -> None:
+        self._url, self._expected, self._pause = url, expected, pause
         self._bodies = [json.dumps(body).encode() for body in bodies()]
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
@@ -197,7 +197,7 @@ class Clients:
             draw = random.Random(seed * 1000 + number)
             while time.monotonic() < end:
                 await self.one(draw)
-                await asyncio.sleep(draw.random() * 0.05)
+                await asyncio.sleep(draw.random() * self._pause)
 
         async def burst() -> None:
             await asyncio.sleep(seconds / 2)
@@ -233,6 +233,9 @@ def main() -> None:
     """Run the soak and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument(
+        "--pause", type=float, default=0.05, metavar="SECONDS", help="maximum time that a client waits between requests"
+    )
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     seconds = args.seconds / 3
@@ -245,7 +248,7 @@ def main() -> None:
             os.nice(10)
             compiled = server.value("compilations_total")
             expected = [asyncio.run(ask(server.url, json.dumps(body).encode())) for body in bodies()]
-            clients = Clients(server.url, expected)
+            clients = Clients(server.url, expected, args.pause)
             asyncio.run(clients.run(seconds, 1))
             row["memory_warm"] = server.memory()
             probed = prober.submit(probe, server.url, seconds)
@@ -289,7 +292,7 @@ def main() -> None:
     if args.out is not None:
         from benchmarks import report
 
-        report.write(args.out, report.header(clients=CLIENTS, burst=BURST, **OPTIONS), [row])
+        report.write(args.out, report.header(clients=CLIENTS, burst=BURST, pause=args.pause, **OPTIONS), [row])
     sys.exit(not all(row["checks"].values()))
 
 
