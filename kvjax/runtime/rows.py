@@ -59,7 +59,7 @@ class Request:
     tops: Int[Array, " R"] | None = None
 
 
-Tops = tuple[Int[Array, "..."], Float[Array, "..."]] | None
+TopTokens = tuple[Int[Array, "..."], Float[Array, "..."]] | None
 """Ids and log-probabilities of the most likely tokens. None if the batch reports none."""
 
 
@@ -155,7 +155,7 @@ def _copy(policy: Policy, specs: Specs, reading: Reading) -> Reading:
 
 def _insert(
     policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
-) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], Tops]:
+) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens]:
     pos = reading.pos
     token, logprob = sample_token(reading.logits, request.sampler, request.seed, pos)
     tops = None if request.tops is None else top_tokens(reading.logits, jnp.max(request.tops))
@@ -186,7 +186,9 @@ def _serve(
     count: Int[Array, ""],
     stop: Bool[Array, " B"],
     leave: Bool[Array, ""],
-) -> tuple[Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""], Tops]:
+) -> tuple[
+    Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""], TopTokens
+]:
     rows = dataclasses.replace(rows, live=rows.live & ~stop)
     batch, begun = rows.token.shape[0], rows.live
     buffers = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, CHUNK), jnp.float32)

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from kvjax.runtime.top_tokens import MOST as MOST_TOPS
+
 MOST_CHOICES = 128
 """Maximum of `n`."""
 
@@ -13,10 +15,6 @@ MOST_STOPS = 16
 
 MOST_TOOLS = 128
 """Maximum number of tools."""
-
-
-MOST_TOPS = 20
-"""Maximum number of most likely tokens."""
 
 
 MOST_LEVELS = 64
@@ -56,7 +54,7 @@ Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """A JSON object with any content."""
 
 Positive = Annotated[int, Field(ge=1, le=2**30)]
-Tops = Annotated[int, Field(ge=0, le=MOST_TOPS)]
+TopCount = Annotated[int, Field(ge=0, le=MOST_TOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
@@ -99,7 +97,7 @@ class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
     prompt: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
-    logprobs: Tops | None = None
+    logprobs: TopCount | None = None
     echo: Annotated[bool | None, _only(False)] = None
     best_of: Annotated[int | None, _only(1)] = None
     suffix: Annotated[str | None, _only("")] = None
@@ -208,7 +206,7 @@ class ChatRequest(Sampled):
     messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Tops | None = None
+    top_logprobs: TopCount | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
