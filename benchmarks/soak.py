@@ -79,12 +79,14 @@ def save_model(path: Path) -> None:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests, half of which begin alike."""
+    """Requests, half of which have one of eight beginnings, so that the server's store of states is full."""
     draw = np.random.default_rng(0)
-    shared = draw.integers(0, VOCABULARY, 70).tolist()
+    shared = draw.integers(0, VOCABULARY, (8, 70)).tolist()
     found: list[dict[str, Any]] = []
     for i in range(24):
-        prompt = (shared if i % 2 else []) + draw.integers(0, VOCABULARY, int(draw.integers(1, 60))).tolist()
+        prompt = (shared[i // 2 % 8] if i % 2 else []) + draw.integers(
+            0, VOCABULARY, int(draw.integers(1, 60))
+        ).tolist()
         sampled = {"temperature": 0.8 * (i % 3), "seed": i, "max_tokens": int(draw.integers(1, NEW + 1))}
         tops = 5 if i % 4 == 0 else 0
         found.append(

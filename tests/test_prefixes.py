@@ -1,5 +1,7 @@
 """Stored states of prompts' beginnings: which are stored, and that nobody's tokens change."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +83,14 @@ def test_states_move_to_host_memory_and_back() -> None:
     store.put(keys[2], state(2))  # anew, while an old one is in host memory
     assert store.stored_bytes == store.on_host * size == 3 * size
     assert [store.plan([key]).done for key in keys] == [0, 1, 1, 1, 1, 1, 0]
+    del found
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    for _ in range(5):
+        for key in keys[1:6]:
+            store.plan([key])
+    gc.collect()
+    assert len(jax.live_arrays()) <= arrays  # no state keeps those alive that it was before
     store.clear()
     assert (len(store), store.on_host, store.stored_bytes) == (0, 0, 0)
     small = Prefixes(1, size - 1)

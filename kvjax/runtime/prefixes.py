@@ -142,7 +142,8 @@ class _Stored(NamedTuple):
         leaves, tree = jax.tree.flatten(state)
         for leaf in leaves:
             leaf.copy_to_host_async()
-        return cls([np.asarray(leaf) for leaf in leaves], [leaf.sharding for leaf in leaves], tree)
+        # Copied, as on a CPU both sides may otherwise share memory: each state would keep all that it was before alive.
+        return cls([np.array(leaf) for leaf in leaves], [leaf.sharding for leaf in leaves], tree)
 
     @property
     def size(self) -> int:
