@@ -50,6 +50,7 @@ OPTIONS = {
     "--max-total-tokens": TOTAL,
     "--max-new-tokens": NEW,
     "--prefill-block": 32,
+    "--prefix-host-bytes": "200kB",
     "--max-queue": 16,
     "--name": "soak",
     "--steps": 4,
@@ -78,15 +79,25 @@ def save_model(path: Path) -> None:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests, half of which begin alike."""
+    """Requests, half of which have one of eight beginnings, so that the server's store of states is full."""
     draw = np.random.default_rng(0)
-    shared = draw.integers(0, VOCABULARY, 70).tolist()
+    shared = draw.integers(0, VOCABULARY, (8, 70)).tolist()
     found: list[dict[str, Any]] = []
     for i in range(24):
-        prompt = (shared if i % 2 else []) + draw.integers(0, VOCABULARY, int(draw.integers(1, 60))).tolist()
+        prompt = (shared[i // 2 % 8] if i % 2 else []) + draw.integers(
+            0, VOCABULARY, int(draw.integers(1, 60))
+        ).tolist()
         sampled = {"temperature": 0.8 * (i % 3), "seed": i, "max_tokens": int(draw.integers(1, NEW + 1))}
+        tops = 5 if i % 4 == 0 else 0
         found.append(
-            {"prompt": prompt, **sampled, "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "stream": True}
+            {
+                "prompt": prompt,
+                **sampled,
+                "ignore_eos": True,
+                "logprobs": tops,
+                "return_token_ids": True,
+                "stream": True,
+            }
         )
     return found
 
@@ -148,8 +159,8 @@ async def ask(url: str, body: bytes, *, leave_after: int | None = None, pause: f
 class Clients:
     """Clients, and what has come of their requests."""
 
-    def __init__(self, url: str, expected: list[Any]) -> None:
-        self._url, self._expected = url, expected
+    def __init__(self, url: str, expected: list[Any], pause: float) -> None:
+        self._url, self._expected, self._pause = url, expected, pause
         self._bodies = [json.dumps(body).encode() for body in bodies()]
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
@@ -188,7 +199,7 @@ class Clients:
             draw = random.Random(seed * 1000 + number)
             while time.monotonic() < end:
                 await self.one(draw)
-                await asyncio.sleep(draw.random() * 0.05)
+                await asyncio.sleep(draw.random() * self._pause)
 
         async def burst() -> None:
             await asyncio.sleep(seconds / 2)
@@ -224,8 +235,13 @@ def main() -> None:
     """Run the soak and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=90)
-    seconds = parser.parse_args().seconds / 3
-    row: dict[str, Any] = {"seconds": 3 * seconds}
+    parser.add_argument(
+        "--pause", type=float, default=0.05, metavar="SECONDS", help="maximum time that a client waits between requests"
+    )
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    seconds = args.seconds / 3
+    row: dict[str, Any] = {"seconds": args.seconds}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model")
         server = Server(Path(folder) / "model")
@@ -234,13 +250,15 @@ def main() -> None:
             os.nice(10)
             compiled = server.value("compilations_total")
             expected = [asyncio.run(ask(server.url, json.dumps(body).encode())) for body in bodies()]
-            clients = Clients(server.url, expected)
+            clients = Clients(server.url, expected, args.pause)
             asyncio.run(clients.run(seconds, 1))
             row["memory_warm"] = server.memory()
             probed = prober.submit(probe, server.url, seconds)
             asyncio.run(clients.run(seconds, 2))
             health = probed.result()
             row["memory_end"] = server.memory()
+            names = "prefix_states_on_device", "prefix_host_bytes", "prefix_states_restored_total"
+            row |= {name: server.value(name) for name in names}
             row["compiled"] = server.value("compilations_total") - compiled
 
             async def ending() -> None:
@@ -262,6 +280,8 @@ def main() -> None:
         "requests": dict(clients.counts),
         "wrong": clients.wrong[:10],
         "health_p99": float(np.percentile(health, 99)),
+        "health_calls": len(health),
+        "load_average": os.getloadavg(),
     }
     row["checks"] = {
         "answers and refusals": not clients.wrong and clients.counts["answered"] > 0,
@@ -271,6 +291,10 @@ def main() -> None:
         "ends well": row["exit_code"] == 0 and row["running_at_end"] == 0,
     }
     print(json.dumps(row, indent=1))
+    if args.out is not None:
+        from benchmarks import report
+
+        report.write(args.out, report.header(clients=CLIENTS, burst=BURST, pause=args.pause, **OPTIONS), [row])
     sys.exit(not all(row["checks"].values()))
 
 

@@ -162,8 +162,10 @@ def serving(
     rows: int = ROWS,
     block: int | None = None,
     steps: int = 4,
+    new: int = NEW,
     sampling: Sequence[str] = SAMPLING,
     prefixes: int = 0,
+    prefix_host_bytes: int = 0,
     idle: bool = False,
     folder: Path | None = None,
     limit: int = 1 << 30,
@@ -173,11 +175,11 @@ def serving(
 
     With `folder`, it saves sessions there, up to `limit` bytes.
     """
-    sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": block}
-    sizes |= {"anchor": "start", "prefixes": prefixes}
+    sizes: dict[str, Any] = {"rows": rows, "prompt_len": TOTAL - NEW, "max_new_tokens": new, "block": block}
+    sizes |= {"anchor": "start", "prefixes": prefixes, "prefix_host_bytes": prefix_host_bytes}
 
     def server() -> Server:
-        batch = Batch(params, policy, **sizes, sampling=sampling, masked=True)
+        batch = Batch(params, policy, **sizes, sampling=sampling, masked=True, tops=True)
         sessions = None if folder is None else Sessions(folder, limit, batch)
         made = Server(params, batch, Settings(**{"name": "tiny"} | settings), steps=steps, sessions=sessions)
         if idle:

@@ -1,5 +1,9 @@
 """Stored states of prompts' beginnings: which are stored, and that nobody's tokens change."""
 
+import gc
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,6 +58,47 @@ def test_states_are_stored_at_shared_borders() -> None:
     assert store.plan([a, b]) == Plan(0, None, 0)
 
 
+def test_states_move_to_host_memory_and_back() -> None:
+    """Within its limit in bytes. They come back with the same bits, types and places."""
+
+    def state(n: int) -> dict[str, jax.Array]:
+        floats = np.asarray([n, -0.0, np.nan, 1e-40], np.float32)
+        return {"x": jnp.asarray(floats), "y": jnp.asarray(floats, jnp.bfloat16), "z": jnp.asarray(n)}
+
+    size = sum(leaf.nbytes for leaf in state(0).values())
+    store = Prefixes(2, 3 * size)
+    keys = [bytes([i]) for i in range(7)]
+    for i in range(6):
+        store.put(keys[i], state(i))
+        assert (len(store), store.on_host) == (min(i + 1, 2), max(min(i - 1, 3), 0))
+        assert store.stored_bytes == store.on_host * size <= store.host_bytes
+    assert store.plan(keys[:1]).done == 0  # the least recently used one is dropped
+    for i in (1, 5, 3):
+        found = store.plan(keys[i : i + 1]).state
+        assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, state(i))
+        for one, other in zip(found.values(), state(i).values(), strict=True):
+            assert (one.dtype, np.asarray(one).tobytes()) == (other.dtype, np.asarray(other).tobytes())
+    assert store.restored == 2
+    assert (len(store), store.on_host, store.stored_bytes) == (2, 3, 3 * size)
+    store.put(keys[2], state(2))  # anew, while an old one is in host memory
+    assert store.stored_bytes == store.on_host * size == 3 * size
+    assert [store.plan([key]).done for key in keys] == [0, 1, 1, 1, 1, 1, 0]
+    del found
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    for _ in range(5):
+        for key in keys[1:6]:
+            store.plan([key])
+    gc.collect()
+    assert len(jax.live_arrays()) <= arrays  # no state keeps those alive that it was before
+    store.clear()
+    assert (len(store), store.on_host, store.stored_bytes) == (0, 0, 0)
+    small = Prefixes(1, size - 1)
+    small.put(keys[0], state(0))
+    small.put(keys[1], state(1))
+    assert (len(small), small.on_host) == (1, 0)
+
+
 def test_fractions_are_found() -> None:
     for text, found in (("full", False), ("snapkv:64", False), ("snapkv:0.25", True), ("recompress(snapkv:0.5)", True)):
         assert has_fractions(kvjax.get_policy(text)) == found, text
@@ -81,6 +126,11 @@ def compare(tiny: Params, policy: str, *, fractions: bool = False) -> None:
     sizes = {"rows": 2, "prompt_len": 96, "max_new_tokens": 2 * NEW, "block": SIZE, "anchor": "start"}
     plain = run(Batch(tiny, policy, **sizes), jobs)
     stored = run(Batch(tiny, policy, **sizes, prefixes=3), jobs)
+    batch = Batch(tiny, policy, **sizes, prefixes=1, prefix_host_bytes=1 << 24)
+    moved = run(batch, jobs + jobs)
+    assert batch.prefixes.restored > 0 or fractions
+    for one, other in zip(plain + plain, moved, strict=True):
+        assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
     for one, other in zip(plain, stored, strict=True):
         assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
     expected = [0] * 4 if fractions else [0, 0, 48, 32]

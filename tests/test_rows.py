@@ -51,7 +51,7 @@ def test_rows_are_those_of_generate(policy, running, tiny):
 
 
 @pytest.mark.long
-@named
+@pytest.mark.parametrize("policy", [pytest.param(policy, id=policy.info.name) for policy in POLICIES])
 def test_prompts_that_are_read_together(policy, tiny):
     """They go on as those that were read alone, up to rounding."""
     random = np.random.default_rng(2)

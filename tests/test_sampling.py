@@ -14,7 +14,7 @@ import pytest
 from checkpoints import HF_CONFIG, write_hf
 
 import kvjax
-from kvjax.runtime import decoding
+from kvjax.runtime import decoding, sampling
 from kvjax.runtime.beam import beam_search
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.sampling import Constrained, Greedy, Masked, Sampling, make_sampler
@@ -82,6 +82,60 @@ def test_a_bitmask_is_a_filter_of_logits():
         assert token == max(some, key=lambda i, row=row: row[i])
     sampling = Sampling(jnp.float32(1.0))
     assert Masked(sampling, mask)(logits, seed, pos)[1] == sampling(logits, seed, pos)[1]
+
+
+def drawn_logits(size, kind):
+    """Logits of seven rows: smooth, with ties, mostly minus infinity, with both zeros, huge, equal, and peaked."""
+    random = np.random.default_rng(size + kind)
+    logits = random.normal(0, 3, (7, size)).astype(np.float32)
+    logits[1] = np.round(logits[1])
+    logits[2, random.permutation(size)[: size - max(size // 4, 1)]] = -np.inf
+    logits[3] = np.where(random.random(size) < 0.5, 0.0, -0.0) * np.where(random.random(size) < 0.9, 1, np.nan)
+    logits[3] = np.nan_to_num(logits[3], nan=1.0)
+    logits[4] = random.choice([np.finfo(np.float32).min, np.finfo(np.float32).max, 1e30, -1e30], size)
+    logits[5] = random.normal()
+    logits[6] *= 10
+    return logits
+
+
+def sorted_top_k(logits, k):
+    """Tokens that are kept, by a sort."""
+    return logits >= np.sort(logits)[::-1][min(k, len(logits)) - 1]
+
+
+def sorted_top_p(logits, p):
+    """The same. Also returns how near a sum of probabilities is to p, where rounding may change the set."""
+    order = np.argsort(-logits, kind="stable")
+    probs = np.exp(logits[order].astype(np.float64) - logits.max())
+    before = np.cumsum(probs) / probs.sum() - probs / probs.sum()
+    return logits >= logits[order[np.flatnonzero(before < p)[-1]]], np.min(np.abs(before[1:] - p), initial=np.inf)
+
+
+@pytest.mark.parametrize("size", [2, 5, 64, 1000, 30_000])
+def test_filters_keep_what_a_sort_keeps(size):
+    """Ties included. A row that is not filtered keeps all, whatever its neighbours do."""
+    top_k, top_p = jax.jit(sampling._top_k), jax.jit(sampling._top_p)
+    random, compared = np.random.default_rng(size), 0
+    for kind in range(12):
+        logits = drawn_logits(size, kind)
+        ks = random.integers(1, size + 2, 7)
+        ks[random.integers(7)] = np.iinfo(np.int32).max
+        kept = np.asarray(top_k(logits, jnp.asarray(ks, jnp.int32)[:, None]))
+        for row, k, found in zip(logits, ks.tolist(), kept, strict=True):
+            np.testing.assert_array_equal(found, sorted_top_k(row, k))
+        ps = random.uniform(0.001, 0.999, 7).astype(np.float32)
+        ps[random.integers(7)] = 1.0
+        kept = np.asarray(top_p(logits, ps[:, None]))
+        for row, p, found in zip(logits, ps.tolist(), kept, strict=True):
+            want, gap = sorted_top_p(row, p)
+            if p == 1:
+                assert found.all()
+            elif gap > 1e-5:
+                compared += 1
+                np.testing.assert_array_equal(found, want)
+        none = np.full(7, np.iinfo(np.int32).max, np.int32), np.ones(7, np.float32)
+        assert all(np.asarray(keep(logits, x[:, None])).all() for keep, x in zip((top_k, top_p), none, strict=True))
+    assert compared > 30
 
 
 class Alternating:

@@ -25,6 +25,7 @@ class Wish:
     stops: int | None = None
     given: tuple[int, ...] = ()
     grammar: Any = None
+    tops: int = 0
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -132,6 +132,14 @@ def serve(
             help="Saved conversations of an API key, at most; the oldest are deleted.",
         ),
     ] = "4GB",
+    prefix_host_bytes: Annotated[
+        str,
+        typer.Option(
+            "--prefix-host-bytes",
+            metavar="SIZE",
+            help="Host memory for such states that the device has no more room for.",
+        ),
+    ] = "0",
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=256, help="Decode steps between two events of a stream.")
     ] = 8,
@@ -191,9 +199,15 @@ def serve(
             param_hint="--distributed" if source.distributed else "--mesh",
         )
     stored = None if prefix_bytes is None else parse_bytes(prefix_bytes)
-    if stored and prefill_block is None:
-        raise typer.BadParameter("states are stored between blocks; give --prefill-block", param_hint="--prefix-bytes")
-    session_limit = parse_bytes(session_bytes)
+    host_bytes, session_limit = parse_bytes(prefix_host_bytes), parse_bytes(session_bytes)
+    for size, option in ((stored, "--prefix-bytes"), (host_bytes, "--prefix-host-bytes")):
+        if size and prefill_block is None:
+            raise typer.BadParameter("states are stored between blocks; give --prefill-block", param_hint=option)
+    if host_bytes and stored == 0:
+        raise typer.BadParameter(
+            "states move from the device to host memory; give --prefix-bytes more than 0",
+            param_hint="--prefix-host-bytes",
+        )
     if sessions is not None and prefill_block is None:
         raise typer.BadParameter("conversations go on in blocks; give --prefill-block", param_hint="--sessions")
     params = source.load()
@@ -211,8 +225,10 @@ def serve(
             block=prefill_block,
             anchor="start",
             prefixes=prefixes,
+            prefix_host_bytes=host_bytes,
             sampling=given,
             masked=params.tokenizer is not None,
+            tops=True,
         ),
         copies=int(sessions is not None or (page and source.mesh is not None)),
     )

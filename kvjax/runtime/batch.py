@@ -34,6 +34,7 @@ from kvjax.runtime.mesh import on_host, resumed, saved
 from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
+from kvjax.runtime.top_tokens import MOST as MOST_TOPS
 
 READ_PARTS = 1, 2, 3, 4, 6, 8
 """Eighths of the longest prompt that prompts are padded to when they are read whole. There is a program for each."""
@@ -75,6 +76,7 @@ class Job:
         share: with whom it may share stored states of prompts, for batches with `prefixes`: jobs with equal values, such
             as text. None shares none.
         begun: a cache of the prompt's first tokens, to go on from, for batches with `block`.
+        tops: how many of the most likely tokens of each step to report, for batches with `tops`.
     """
 
     prompt: Sequence[int]
@@ -86,6 +88,7 @@ class Job:
     grammar: Grammar | None = None
     share: str | None = None
     begun: Begun | None = None
+    tops: int = 0
 
     @property
     def total(self) -> int:
@@ -94,10 +97,15 @@ class Job:
 
 
 class First(NamedTuple):
-    """First token of an inserted row, on the device: token and log-probability, [1]. Meaningless with given tokens."""
+    """First token of an inserted row, on the device: token and log-probability, [1]. Meaningless with given tokens.
+
+    Attributes:
+        tops: ids and log-probabilities of the most likely tokens, [1, `MOST`] each; None in batches without `tops`.
+    """
 
     token: Any
     logprob: Any
+    tops: Any = None
 
 
 class Call(NamedTuple):
@@ -108,6 +116,7 @@ class Call(NamedTuple):
         filled: how many columns each row has filled, [B].
         live: rows that continue, [B].
         steps: number of steps.
+        tops: ids and log-probabilities of the most likely tokens, [B, M, `MOST`] each; None in batches without `tops`.
     """
 
     tokens: Any
@@ -115,6 +124,7 @@ class Call(NamedTuple):
     filled: Any
     live: Any
     steps: Any
+    tops: Any = None
 
 
 class Batch:
@@ -138,10 +148,12 @@ class Batch:
         sampling: which options of sampling jobs have, such as "temperature", "top_p". Without any, jobs are greedy.
         scaled_logprobs: whether log-probabilities are those of logits / temperature.
         masked: whether jobs may have grammars.
+        tops: whether jobs may ask for the most likely tokens.
         anchor: where the blocks of chunked prefill are counted from. With "end", as in `kvjax.generate`, the first block may be
             shorter; with "start", the last but one, see `kvjax.runtime.prefixes.blocks_from_start`.
         prefixes: maximum number of states of prompts' beginnings that are stored on the device, besides the rows. They need
             chunked prefill with anchor "start".
+        prefix_host_bytes: maximum size of the states that are moved to host memory when the device has no more room for them.
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
             prompt. More sizes waste less time on padding.
         read_together: maximum number of tokens, padding included, of short prompts that are read together. GPUs multiply few
@@ -170,8 +182,10 @@ class Batch:
         sampling: Collection[str] = (),
         scaled_logprobs: bool = False,
         masked: bool = False,
+        tops: bool = False,
         anchor: Anchor = "end",
         prefixes: int = 0,
+        prefix_host_bytes: int = 0,
         read_sizes: Sequence[int] | None = None,
         read_together: int = 0,
         mixed: bool = True,
@@ -202,12 +216,13 @@ class Batch:
         self.reader = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
         self.given, self.ends = bucket(given, 16) or 1, ends
         self.sampling, self.scaled_logprobs, self.masked = frozenset(sampling), scaled_logprobs, masked
+        self.tops = tops
         if prefixes and not (self.engine.block and anchor == "start"):
             raise ValueError(
                 f"prefixes={prefixes}, but states are stored only between blocks that are counted from the start; give block, and anchor='start'"
             )
         self.anchor: Anchor = anchor
-        self.prefixes, self._fractions = Prefixes(prefixes), has_fractions(self.policy)
+        self.prefixes, self._fractions = Prefixes(prefixes, prefix_host_bytes), has_fractions(self.policy)
         self.reused = 0
         longest = self.reader[0].prompt_len
         parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
@@ -242,11 +257,17 @@ class Batch:
             ("grammars are", int(job.grammar is not None), 0, int(self.masked), "masked"),
             ("begun caches are", int(job.begun is not None), 0, int(self.engine.block > 0), "block"),
             ("tokens in a begun cache are", job.begun.tokens if job.begun else 0, 0, len(job.prompt) - 1, "prompt"),
+            ("most likely tokens are", job.tops, 0, self.most_tops, "tops"),
         ):
             if not least <= number <= most:
                 raise ValueError(
                     f"a job's {name} {number}, but this batch is for {least} to {most}; give fewer, or make a batch with larger {option}"
                 )
+
+    @property
+    def most_tops(self) -> int:
+        """Maximum number of most likely tokens that a job may ask for."""
+        return min(MOST_TOPS, self.engine.config.vocab_size) if self.tops else 0
 
     def read(self, job: Job) -> Reading:
         """Prefill a job's prompt, whole."""
@@ -385,8 +406,8 @@ class Batch:
         if self.state is None:
             self.reset()
         request, to = self._request([job], allowed), _numbers([row])
-        self.state, *first = programs.insert(self.policy, self.specs, self.state, reading, request, to)
-        return First(*_on_the_way(first))
+        self.state, *first, tops = programs.insert(self.policy, self.specs, self.state, reading, request, to)
+        return First(*_on_the_way(first), tops=tops)
 
     def allowed(self, job: Job, tokens: Sequence[int]) -> Any:
         """Bits of the tokens that a job's grammar allows after those that it has sampled. To be called once for each token.
@@ -452,7 +473,7 @@ class Batch:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""
         ending = np.zeros(self.rows, bool)
         ending[list(stop)] = True
-        self.state, *call = programs.serve(
+        self.state, *call, tops = programs.serve(
             self.policy,
             self.specs,
             self.weights,
@@ -461,7 +482,7 @@ class Batch:
             ending,
             np.asarray(leave),
         )
-        return Call(*_on_the_way(call))
+        return Call(*_on_the_way(call), tops=tops)
 
     @property
     def row_bytes(self) -> int:
@@ -529,6 +550,7 @@ class Batch:
             sampler=self._masked(self._sampler([job.sampler for job in jobs] or [Greedy()] * count), count, allowed),
             given=given,
             given_count=_numbers([len(job.given) for job in jobs] or [0] * count),
+            tops=_numbers([job.tops for job in jobs] or [0] * count) if self.tops else None,
         )
 
     def _masked(self, sampler: Sampler, count: int, allowed: Any) -> Sampler:

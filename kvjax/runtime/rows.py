@@ -33,6 +33,7 @@ from kvjax.runtime.mesh import ALL, ROWS, state_partitions
 from kvjax.runtime.program import Partition, Program
 from kvjax.runtime.reading import layers_of, read_prompts
 from kvjax.runtime.sampling import Sampler
+from kvjax.runtime.top_tokens import MOST, top_tokens
 
 
 @flax.struct.dataclass
@@ -46,6 +47,7 @@ class Request:
         sampler: how tokens are sampled, with one number per row in each array.
         given: tokens to process after the prompt, before any is sampled.
         given_count: number of given tokens.
+        tops: how many of the most likely tokens of each step are reported, up to `MOST`. None if the batch reports none.
     """
 
     seed: UInt32[Array, " R"]
@@ -54,6 +56,11 @@ class Request:
     sampler: Sampler
     given: Int[Array, "R G"]
     given_count: Int[Array, " R"]
+    tops: Int[Array, " R"] | None = None
+
+
+TopTokens = tuple[Int[Array, "..."], Float[Array, "..."]] | None
+"""Ids and log-probabilities of the most likely tokens. None if the batch reports none."""
 
 
 @flax.struct.dataclass
@@ -148,9 +155,10 @@ def _copy(policy: Policy, specs: Specs, reading: Reading) -> Reading:
 
 def _insert(
     policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
-) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"]]:
+) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens]:
     pos = reading.pos
     token, logprob = sample_token(reading.logits, request.sampler, request.seed, pos)
+    tops = None if request.tops is None else top_tokens(reading.logits, jnp.max(request.tops))
     first = pos + request.given_count
     ended = (first == pos) & (jnp.any(token[:, None] == request.ends, axis=1) | (first + 1 >= request.limit))
     new = Rows(reading.caches, token, pos, ~ended, pos, request)
@@ -161,7 +169,7 @@ def _insert(
             old = jax.lax.dynamic_update_slice_in_dim(old, new[row : row + 1], to[row], axis=0)
         return old
 
-    return jax.tree.map(write, rows, new), token, logprob
+    return jax.tree.map(write, rows, new), token, logprob, tops
 
 
 def _take(policy: Policy, specs: Specs, rows: Rows, at: Int[Array, " R"]) -> tuple[Reading, Int[Array, " R"]]:
@@ -178,10 +186,15 @@ def _serve(
     count: Int[Array, ""],
     stop: Bool[Array, " B"],
     leave: Bool[Array, ""],
-) -> tuple[Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""]]:
+) -> tuple[
+    Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""], TopTokens
+]:
     rows = dataclasses.replace(rows, live=rows.live & ~stop)
     batch, begun = rows.token.shape[0], rows.live
     buffers = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, CHUNK), jnp.float32)
+    if rows.request.tops is not None:
+        wide = jnp.zeros((batch, CHUNK, MOST), jnp.int32)
+        buffers += wide, wide.astype(jnp.float32)
     row = jnp.arange(batch, dtype=jnp.int32)
 
     def should_continue(loop: Loop) -> Array:
@@ -196,24 +209,26 @@ def _serve(
         return jnp.where(ahead < request.given_count, given, rows.token)
 
     def sample(loop: Loop, logits: Array, live: Bool[Array, " B"]) -> Loop:
-        i, rows, tokens, logprobs, filled = loop
+        i, rows, filled, *buffers = loop
         request, pos = rows.request, rows.pos + 1
-        new, logprob = sample_token(logits, request.sampler, request.seed, pos)
+        found = sample_token(logits, request.sampler, request.seed, pos)
+        new = found[0]
+        if request.tops is not None:
+            found += top_tokens(logits, jnp.max(jnp.where(live, request.tops, 0)))
         counts = live & (pos - rows.first >= request.given_count)
         column = jnp.where(counts, filled, CHUNK)  # out of bounds: dropped
         ended = counts & (jnp.any(new[:, None] == request.ends, axis=1) | (pos + 1 >= request.limit))
         rows = dataclasses.replace(
             rows, token=jnp.where(live, new, rows.token), pos=jnp.where(live, pos, rows.pos), live=rows.live & ~ended
         )
-        tokens = tokens.at[row, column].set(new, mode="drop")
-        logprobs = logprobs.at[row, column].set(logprob, mode="drop")
-        return i + 1, rows, tokens, logprobs, filled + counts.astype(jnp.int32)
+        buffers = [old.at[row, column].set(x, mode="drop") for old, x in zip(buffers, found, strict=True)]
+        return i + 1, rows, filled + counts.astype(jnp.int32), *buffers
 
-    start = jnp.zeros((), jnp.int32), rows, *buffers, jnp.zeros((batch,), jnp.int32)
-    steps, rows, tokens, logprobs, filled = decode_loop(
+    start = jnp.zeros((), jnp.int32), rows, jnp.zeros((batch,), jnp.int32), *buffers
+    steps, rows, filled, tokens, logprobs, *tops = decode_loop(
         policy, specs, params, should_continue, token, sample, start, lambda loop: loop[1].live
     )
-    return rows, tokens, logprobs, filled, rows.live, steps
+    return rows, tokens, logprobs, filled, rows.live, steps, (tops[0], tops[1]) if tops else None
 
 
 def _rows_partitions(policy: Policy, specs: Specs) -> Any:
@@ -288,13 +303,13 @@ insert = Program(
     _insert,
     static=2,
     donate=(2,),
-    partition=_over_mesh((_rows_partitions, _reading_partitions, ROWS, ROWS), (_rows_partitions, ROWS, ROWS)),
+    partition=_over_mesh((_rows_partitions, _reading_partitions, ROWS, ROWS), (_rows_partitions, ROWS, ROWS, ROWS)),
     canonical=of_steps,
 )
 """`insert(policy, specs, rows, reading, request, to)`: write prefilled rows into rows `to`, and sample their first tokens.
 
-The reading remains, so that it can be inserted again with another seed. Returns the batch (the old one is used up), and
-the first tokens and their log-probabilities. These mean nothing in rows with given tokens.
+The reading remains, so that it can be inserted again with another seed. Returns the batch (the old one is used up), the
+first tokens, their log-probabilities, and the most likely tokens. These mean nothing in rows with given tokens.
 """
 
 take = Program(_take, static=2, partition=_over_mesh((_rows_partitions, ROWS), (_reading_partitions, ROWS)))
@@ -306,7 +321,7 @@ serve = Program(
     donate=(3,),
     gpu_options=gpu_options_of,
     partition=_over_mesh(
-        (partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL)
+        (partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL, ROWS)
     ),
     canonical=of_steps,
 )
@@ -315,5 +330,6 @@ serve = Program(
 Rows in `stop` end before the first step. With `leave`, the program also returns as soon as a row has ended.
 
 Returns the batch (the old one is used up), and tokens and log-probabilities in buffers of `CHUNK` columns. Then follow
-the number of columns that each row has filled, the rows that are still live, and the number of steps.
+the number of columns that each row has filled, the rows that are still live, the number of steps, and the most likely
+tokens of each column.
 """

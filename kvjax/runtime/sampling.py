@@ -282,16 +282,55 @@ def make_sampler(
 
 
 def _top_k(logits: Float[Array, "B V"], k: Int[Array, "B 1"]) -> Bool[Array, "B V"]:
-    ascending = jnp.sort(logits, axis=-1)
-    return logits >= jnp.take_along_axis(ascending, jnp.maximum(logits.shape[-1] - k, 0), axis=-1)
+    def enough(kept: Bool[Array, "B V"]) -> Bool[Array, "B 1"]:
+        return jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32) >= k
+
+    return _largest(logits, k < logits.shape[-1], enough)
 
 
 def _top_p(logits: Float[Array, "B V"], p: Float[Array, "B 1"]) -> Bool[Array, "B V"]:
-    descending = -jnp.sort(-logits, axis=-1)
-    probs = jax.nn.softmax(descending, axis=-1)
-    inside = jnp.cumsum(probs, axis=-1) - probs < p  # always true for the most probable token
-    last = jnp.sum(inside, axis=-1, dtype=jnp.int32) - 1
-    return logits >= jnp.take_along_axis(descending, last[:, None], axis=-1)
+    probs = jax.nn.softmax(logits, axis=-1)
+
+    def enough(kept: Bool[Array, "B V"]) -> Bool[Array, "B 1"]:
+        return jnp.sum(jnp.where(kept, probs, 0.0), axis=-1, keepdims=True) >= p
+
+    return _largest(logits, p < 1, enough)
+
+
+def _largest(
+    logits: Float[Array, "B V"],
+    limited: Bool[Array, "B 1"],
+    enough: Callable[[Bool[Array, "B V"]], Bool[Array, "B 1"]],
+) -> Bool[Array, "B V"]:
+    """Keep the largest logits of each row, as few as are `enough`, and ties with the smallest of them.
+
+    The smallest logit to keep is found bit by bit, the highest bit first, as floats have the order of their bits. That takes
+    32 passes over the logits. A sort takes seven times as long, or more (CPU, 128,256 logits in each of 64 rows).
+
+    Args:
+        logits: float32.
+        limited: rows to filter. The others keep all. If no row is limited, there is no pass.
+        enough: whether kept logits are enough. If some are, then so are more.
+    """
+    rows = logits.shape[0]
+
+    def bit(i: Array, found: UInt32[Array, "B 1"]) -> UInt32[Array, "B 1"]:
+        tried = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(enough(logits >= _float(tried)), tried, found)
+
+    passes = jnp.where(jnp.any(limited), 32, 0)
+    found = jax.lax.fori_loop(0, passes, bit, jnp.zeros((rows, 1), jnp.uint32))
+    return (logits >= _float(jnp.maximum(found, _LOWEST))) | ~limited
+
+
+_LOWEST = np.uint32(0x007FFFFF)
+"""Number of minus infinity, see `_float`."""
+
+
+def _float(number: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 whose place in the order of floats is `number`. Numbers below `_LOWEST` are of no number (NaN)."""
+    sign = jnp.uint32(1 << 31)
+    return jax.lax.bitcast_convert_type(jnp.where(number >= sign, number ^ sign, ~number), jnp.float32)
 
 
 def _min_p(logits: Float[Array, "B V"], p: Float[Array, "B 1"]) -> Bool[Array, "B V"]:

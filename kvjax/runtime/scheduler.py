@@ -13,7 +13,7 @@ result is taken at once.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +32,8 @@ class Job(Protocol):
     def ends(self) -> Any: ...
     @property
     def grammar(self) -> Any: ...
+    @property
+    def tops(self) -> int: ...
 
 
 class Runner(Protocol):
@@ -51,6 +53,10 @@ class Runner(Protocol):
     def reset(self) -> None: ...
 
 
+Tops = list[tuple[int, float]]
+"""Token ids with log-probabilities, the most likely first."""
+
+
 @dataclasses.dataclass(eq=False)
 class Ticket:
     """A submitted job and what has come of it.
@@ -58,6 +64,7 @@ class Ticket:
     Attributes:
         job: the job.
         tokens, logprobs: sampled tokens so far, and their log-probabilities.
+        tops: for each of them, ids and log-probabilities of as many most likely tokens as the job asks for.
         ended: why the sequence ended; None while it waits or runs.
         error: the error, if it failed.
         reused: number of prompt tokens whose state was stored, see `kvjax.runtime.prefixes`.
@@ -66,6 +73,7 @@ class Ticket:
     job: Any
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    tops: list[Tops] = dataclasses.field(default_factory=list)
     ended: Ended | None = None
     error: Exception | None = None
     reused: int = 0
@@ -324,9 +332,8 @@ class Scheduler:
                 self._under_way.popleft()
                 ticket = each.ticket
                 if each.first is not None and ticket.ended is None:
-                    self._add(
-                        ticket, [int(np.asarray(each.first.token)[0])], [float(np.asarray(each.first.logprob)[0])]
-                    )
+                    token, logprob = np.asarray(each.first.token)[:1], np.asarray(each.first.logprob)[:1]
+                    self._add(ticket, token, logprob, _host([ticket], each.first), 0)
                 changed[id(ticket)] = ticket
         return list(changed.values())
 
@@ -335,7 +342,8 @@ class Scheduler:
         return ticket.job.max_new_tokens - len(ticket.tokens)
 
     def _collect(self, served: _Served, changed: dict[int, Ticket]) -> None:
-        tokens, logprobs, filled, live, steps = (np.asarray(x) for x in served.call)
+        tokens, logprobs, filled, live, steps = (np.asarray(x) for x in served.call[:5])
+        tops = _host(served.owners.values(), served.call)
         self.row_steps += self.batch.rows * int(steps)
         for row, ticket in served.owners.items():
             if self._owners.get(row) is not ticket:  # it ended in an earlier call
@@ -343,7 +351,7 @@ class Scheduler:
             count = int(filled[row])
             self.delivered += count
             if ticket.ended is None and count:
-                self._add(ticket, tokens[row, :count].tolist(), logprobs[row, :count].tolist())
+                self._add(ticket, tokens[row, :count], logprobs[row, :count], tops, row)
                 changed[id(ticket)] = ticket
             if not live[row]:
                 if ticket.ended is None:
@@ -356,9 +364,13 @@ class Scheduler:
                 self._free.append(row)
                 self._ended.add(row)
 
-    def _add(self, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
-        ticket.tokens += tokens
-        ticket.logprobs += logprobs
+    def _add(self, ticket: Ticket, tokens: Any, logprobs: Any, tops: Any, row: int) -> None:
+        ticket.tokens += tokens.tolist()
+        ticket.logprobs += logprobs.tolist()
+        if ticket.job.tops:
+            # Of the first token there is one, of a call there are many.
+            ids, values = (x[row].reshape(-1, x.shape[-1])[: len(tokens), : ticket.job.tops].tolist() for x in tops)
+            ticket.tops += [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
 
     def _fail(self, error: Exception) -> list[Ticket]:
         """End all jobs that are in the batch, whose state is lost, and begin with an empty one."""
@@ -376,6 +388,11 @@ class Scheduler:
         self._free = list(range(self.batch.rows))[::-1]
         self.batch.reset()
         return list(lost.values())
+
+
+def _host(tickets: Iterable[Ticket], result: Any) -> Any:
+    """The most likely tokens of a result, on the host. None if no job asks for them, as they are larger than all else."""
+    return tuple(map(np.asarray, result.tops)) if any(ticket.job.tops for ticket in tickets) else None
 
 
 class Schedulers:

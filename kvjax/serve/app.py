@@ -54,7 +54,7 @@ def make_app(server: Server) -> App:
     _add_answers(app, server)
     if server.settings.page:
         _add_page(app)
-    return Guard(app, server.settings)
+    return Guard(app, server.settings, app.routes)
 
 
 def fingerprint(server: Server) -> str:

@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON, or JSON of a schema, by llguidance."""
+"""Answers of a given form: JSON of a schema, or calls of tools, by llguidance."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from kvjax.runtime.sampling import Grammar
 
 from .errors import APIError
 from .reasoning import CLOSE, OPEN
+from .tools import Format, calls_grammar
 
 MOST_SCHEMA = 1 << 16
 """Maximum number of characters of a schema."""
@@ -36,7 +37,7 @@ class Grammars:
         text = tokenizer.backend.to_str()
         self._known = self._library.LLTokenizer(text, n_vocab=vocabulary, eos_token=list(eos))
 
-    def json(self, schema: Mapping[str, Any], *, thoughts: bool, opened: bool) -> "JsonGrammar":
+    def json(self, schema: Mapping[str, Any], *, thoughts: bool, opened: bool) -> "TextGrammar":
         """A grammar of JSON texts.
 
         Args:
@@ -48,23 +49,55 @@ class Grammars:
             APIError: the schema is invalid, too large, or not supported.
         """
         text = json.dumps({"x-guidance": _COMPACT, **schema})
+        convert = self._library.LLMatcher.grammar_from_json_schema
+        return self._made(text, convert, "response_format", thoughts, opened)
+
+    def calls(
+        self,
+        kind: Format,
+        functions: Mapping[str, Mapping[str, Any] | None],
+        *,
+        several: bool,
+        thoughts: bool,
+        opened: bool,
+    ) -> "TextGrammar":
+        """A grammar of texts that call functions.
+
+        Args:
+            kind: the format of calls.
+            functions: JSON schemas of the arguments of each function; None for any.
+            several: whether there may be more than one call.
+            thoughts, opened: as for `json`.
+
+        Raises:
+            APIError: a schema is invalid or not supported, or all together are too large.
+        """
+        text = calls_grammar(kind, functions, several=several, after_thoughts=thoughts)
+        return self._made(text, self._library.LLMatcher.grammar_from_lark, "tools", thoughts, opened)
+
+    def _made(self, text: str, convert: Any, param: str, thoughts: bool, opened: bool) -> "TextGrammar":
+        """A grammar from its text, which comes from a field of the request."""
+
+        def refused(message: str) -> APIError:
+            return APIError(400, message, param=param, code="unsupported")
+
         if len(text) > MOST_SCHEMA:
-            raise _refused(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are allowed")
+            raise refused(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are allowed")
         try:
-            grammar = self._library.LLMatcher.grammar_from_json_schema(text)
+            grammar = convert(text)
         except ValueError as error:
-            raise _refused(f"the schema is invalid: {error}") from None
+            raise refused(f"the schema is invalid: {error}") from None
         matcher = self._library.LLMatcher(self._known, grammar, log_level=0)
         if matcher.is_error():
-            raise _refused(f"the schema is not supported: {matcher.get_error()}")
+            raise refused(f"the schema is not supported: {matcher.get_error().strip().splitlines()[0]}")
         if warnings := matcher.get_grammar_warnings():
-            raise _refused(f"the schema is not supported: {'; '.join(warnings)}")
+            raise refused(f"the schema is not supported: {'; '.join(warnings)}")
         backend = self._tokenizer.backend
         tags = (backend.token_to_id(OPEN), backend.token_to_id(CLOSE)) if thoughts else (None, None)
-        return JsonGrammar(matcher, self._fill, self._vocabulary, tags, opened)
+        return TextGrammar(matcher, self._fill, self._vocabulary, tags, opened)
 
 
-class JsonGrammar:
+class TextGrammar:
     """The tokens that continue one text. Thoughts before it are free.
 
     Args:
@@ -87,7 +120,7 @@ class JsonGrammar:
 
     def copy(self) -> Grammar:
         """A grammar for another text, at its beginning."""
-        return JsonGrammar(self._matcher.deep_copy(), *self._how)
+        return TextGrammar(self._matcher.deep_copy(), *self._how)
 
     def __call__(self, tokens: Sequence[int]) -> Any:
         """Bits of the tokens that may follow.
@@ -112,7 +145,3 @@ class JsonGrammar:
         if self._open is not None and self._close is not None and not self._seen:
             self._bits[0, self._open // 32] |= np.int32(np.uint32(1 << self._open % 32).view(np.int32))
         return self._bits[0]
-
-
-def _refused(message: str) -> APIError:
-    return APIError(400, message, param="response_format", code="unsupported")

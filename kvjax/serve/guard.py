@@ -6,8 +6,10 @@ headers, and without the server's consent it cannot send `Content-Type: applicat
 
 import asyncio
 import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
+
+from starlette.routing import BaseRoute, Match
 
 from .errors import APIError
 from .settings import Settings, digest
@@ -31,10 +33,15 @@ class Guard:
     """ASGI middleware that refuses requests by their headers and size.
 
     The whole body is received before the app is called, so that a slow client holds nothing else.
+
+    Args:
+        app: the app.
+        settings: whom the server answers, and its limits.
+        routes: the app's routes. A request that none of them takes is left to the app, which refuses it.
     """
 
-    def __init__(self, app: App, settings: Settings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(self, app: App, settings: Settings, routes: Sequence[BaseRoute]) -> None:
+        self._app, self._settings, self._routes = app, settings, routes
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -43,7 +50,7 @@ class Guard:
             return
         try:
             headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-            scope[CLIENT] = self._check(scope["method"], scope["path"], headers)
+            scope[CLIENT] = self._check(scope, headers)
             body = await self._body(scope["method"], headers, receive)
         except APIError as error:
             await error.response()(scope, receive, send)
@@ -59,7 +66,7 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _check(self, method: str, path: str, headers: list[tuple[str, str]]) -> str:
+    def _check(self, scope: Any, headers: list[tuple[str, str]]) -> str:
         """Check the headers. Returns a text that is the same for all requests with the same API key."""
         host = _only(headers, "host")
         if host is None or not self._allows_host(_hostname(host)):
@@ -75,11 +82,11 @@ class Guard:
                     f"requests from web pages of {origin!r} are refused; start the server with --allowed-origin",
                     code="origin_not_allowed",
                 )
-        if method == "POST":
+        if scope["method"] == "POST" and any(route.matches(scope)[0] == Match.FULL for route in self._routes):
             kind = (_only(headers, "content-type") or "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise APIError(415, f"Content-Type is {kind!r}; send application/json", code="unsupported_media_type")
-        if self._settings.keys and path not in OPEN:
+        if self._settings.keys and scope["path"] not in OPEN:
             scheme, _, key = (_only(headers, "authorization") or "").partition(" ")
             if scheme.lower() != "bearer" or not self._settings.knows(key.strip()):
                 raise APIError(

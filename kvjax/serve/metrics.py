@@ -85,6 +85,9 @@ class _Now(Collector):
             "num_requests_waiting": ("Sequences without a row", self._source.admitted - scheduler.running),
             "kv_cache_usage_perc": ("Rows in use, divided by all rows", scheduler.running / batch.rows),
             "row_bytes": ("Bytes of one row's cache on each device", batch.row_bytes),
+            "prefix_states_on_device": ("Stored states of prompts' beginnings on the device", len(batch.prefixes)),
+            "prefix_states_on_host": ("Such states in host memory", batch.prefixes.on_host),
+            "prefix_host_bytes": ("Bytes of the states in host memory", batch.prefixes.stored_bytes),
         }
         for name, (about, value) in gauges.items():
             family = GaugeMetricFamily(f"kvjax:{name}", about, labels=["model_name"])
@@ -93,6 +96,7 @@ class _Now(Collector):
         for name, about, value in (
             ("row_steps", "Rows times decode steps", scheduler.row_steps),
             ("row_steps_delivered", "Rows times decode steps that sampled a token", scheduler.delivered),
+            ("prefix_states_restored", "States that came back from host memory", batch.prefixes.restored),
             ("compilations", "Compiled programs; none once the server is ready", self._compilations.count),
         ):
             family = CounterMetricFamily(f"kvjax:{name}", about, labels=["model_name"])

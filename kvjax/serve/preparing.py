@@ -18,10 +18,10 @@ from kvjax.runtime.prompts import check_messages, for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
 from .errors import APIError
-from .grammar import Grammars, JsonGrammar
+from .grammar import Grammars, TextGrammar
 from .parsing import Parsing
 from .reasoning import is_open, thinks
-from .schema import ChatRequest, CompletionRequest, Message, Sampled, TokenizeRequest
+from .schema import ChatRequest, CompletionRequest, Message, NamedTool, Sampled, TokenizeRequest
 from .session_file import Conversation
 from .sessions import Use
 from .settings import Settings
@@ -45,17 +45,19 @@ class Prompt:
         saved: whether the conversation is saved at the end.
         begun: the cache of the prompt's first tokens, if a saved conversation goes on.
         messages: the conversation so far, if it is saved.
+        tops: how many of the most likely tokens of each step are reported.
     """
 
     ids: Sequence[int]
     requests: Sequence[Request]
     parsing: Parsing = Parsing()  # noqa: RUF009 - is frozen
-    grammar: JsonGrammar | None = None
+    grammar: TextGrammar | None = None
     share: str | None = None
     texts: Sequence[str] | None = None
     saved: bool = False
     begun: Begun | None = None
     messages: Sequence[dict[str, Any]] = ()
+    tops: int = 0
 
     @property
     def jobs(self) -> list[Job]:
@@ -70,6 +72,7 @@ class Prompt:
                 grammar=None if self.grammar is None else self.grammar.copy(),
                 share=self.share,
                 begun=self.begun,
+                tops=self.tops,
             )
             for each in self.requests
         ]
@@ -88,6 +91,7 @@ class Preparer:
         self.params, self._settings = params, settings
         self.longest, self.most_new = batch.specs[0].prompt_len, batch.specs[0].new_tokens
         self._sampling, self._ends, self._masked = batch.sampling, batch.ends, batch.masked
+        self._most_tops = batch.most_tops
         self._characters = 0 if params.tokenizer is None else self.longest * _longest_token(params.tokenizer)
 
     @property
@@ -190,16 +194,48 @@ class Preparer:
         assert self.tokenizer is not None
         return [self.tokenizer.decode([token], skip_special=False) for token in ids]
 
-    def _grammar(self, request: ChatRequest, parsing: Parsing) -> JsonGrammar | None:
+    def _grammar(self, request: ChatRequest, parsing: Parsing) -> TextGrammar | None:
         schema = request.response_format and request.response_format.schema_of_text
-        if schema is None:
+        functions = self._functions(request)
+        if schema is None and functions is None:
             return None
-        for name in ("ignore_eos", "tools"):
+        field = "tool_choice" if schema is None else "response_format"
+        for name in ("ignore_eos", *(["tools"] if schema is not None else [])):
             if getattr(request, name):
-                raise APIError(400, f"response_format and {name} are not supported together", param="response_format")
+                raise APIError(400, f"{field} and {name} are not supported together", param=field)
         if not self._masked or self.grammars is None:
-            raise APIError(400, "this server has no grammars; send text", param="response_format")
-        return self.grammars.json(schema, thoughts=parsing.thoughts, opened=parsing.opened)
+            raise APIError(400, f"this server has no grammars; omit {field}", param=field)
+        how = {"thoughts": parsing.thoughts, "opened": parsing.opened}
+        if schema is not None:
+            return self.grammars.json(schema, **how)
+        assert functions is not None
+        assert parsing.tools is not None
+        return self.grammars.calls(parsing.tools, functions, several=request.parallel_tool_calls is not False, **how)
+
+    def _functions(self, request: ChatRequest) -> dict[str, dict[str, Any] | None] | None:
+        """The functions of which the answer must call one, with the schemas of their arguments; None if it need not."""
+        found = {tool.function.name: tool.function.parameters for tool in request.tools or ()}
+        for name, schema in found.items() if request.must_call else ():
+            if (schema or {}).get("type", "object") != "object":
+                raise APIError(400, f"parameters of {name!r} are no object; send a schema of one", param="tools")
+        if not request.must_call:
+            if request.parallel_tool_calls is False and found and request.tool_choice != "none":
+                hint = "send tool_choice: required with it, or omit it"
+                raise APIError(
+                    400, f"parallel_tool_calls: false is not supported here; {hint}", param="parallel_tool_calls"
+                )
+            if any(tool.function.strict for tool in request.tools or ()):
+                hint = "send tool_choice: required with it, or omit it"
+                raise APIError(400, f"strict is not supported here; {hint}", param="tools")
+            return None
+        if not found:
+            raise APIError(400, "tool_choice is given, but no tools are; send some", param="tool_choice")
+        if isinstance(request.tool_choice, NamedTool):
+            name = request.tool_choice.function.name
+            if name not in found:
+                raise APIError(400, f"tool_choice: no tool is called {name!r}", param="tool_choice")
+            return {name: found[name]}
+        return found
 
     @functools.cached_property
     def grammars(self) -> Grammars | None:
@@ -310,7 +346,9 @@ class Preparer:
             )
         return options
 
-    def _prompt(self, request: Sampled, ids: Sequence[int], options: Request, first: int, client: str) -> Prompt:
+    def _prompt(
+        self, request: CompletionRequest | ChatRequest, ids: Sequence[int], options: Request, first: int, client: str
+    ) -> Prompt:
         if len(ids) > self.longest:
             raise APIError(
                 400,
@@ -318,9 +356,17 @@ class Preparer:
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
+        tops, name = request.logprobs or 0, "logprobs"
+        if isinstance(request, ChatRequest):
+            tops, name = request.top_logprobs or 0, "top_logprobs"
+            if tops and not request.logprobs:
+                raise APIError(400, "top_logprobs needs logprobs; send logprobs: true, or omit it", param=name)
+        if tops > self._most_tops:
+            most = self._most_tops
+            raise APIError(400, f"{name}={tops}, but this server reports at most {most} tokens", param=name)
         seeds = row_seeds(options.seed, range(first, first + (request.n or 1)))
         requests = [dataclasses.replace(options, seed=seed) for seed in seeds]
-        return Prompt(ids, requests, share=f"{client} {request.cache_salt or ''}")
+        return Prompt(ids, requests, share=f"{client} {request.cache_salt or ''}", tops=tops)
 
 
 def listed(prompt: Any) -> list[Any]:

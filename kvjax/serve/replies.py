@@ -11,10 +11,9 @@ from kvjax.conversion.tokenizer import Tokenizer
 from .cache_report import CacheReporter, CacheSizes
 from .reasoning import thought_tokens
 from .schema import ChatRequest, CompletionRequest
-from .serving import Choice, Running
+from .serving import Choice, NewToken, Running
 
-Tokens = Sequence[tuple[int, float]]
-"""Token ids with their log-probabilities."""
+Tokens = Sequence[NewToken]
 
 LOWEST = -9999.0
 """Sent in place of lower log-probabilities, as JSON has no infinity."""
@@ -130,18 +129,19 @@ class CompletionReply(_Reply):
         return found | (_token_ids(new, prompt) if self._ids else {})
 
     def _logprobs_of(self, index: int, new: Tokens) -> dict[str, Any]:
-        texts, offsets, at = [self._maker.text(token) for token, _ in new], list[int](), self._offsets.get(index, 0)
+        texts, offsets, at = [self._maker.text(each.id) for each in new], list[int](), self._offsets.get(index, 0)
         for text in texts:
             offsets.append(at)
             at += len(text)
         self._offsets[index] = at
-        values = [max(value, LOWEST) for _, value in new]
-        return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": [{text: value} for text, value in zip(texts, values, strict=True)],
-            "text_offset": offsets,
-        }
+        values = [max(each.logprob, LOWEST) for each in new]
+        tops: list[dict[str, float]] = []
+        for each, text, value in zip(new, texts, values, strict=True):
+            top: dict[str, float] = {}
+            for token, logprob in each.tops:  # of tokens with the same text, the most likely one counts
+                top.setdefault(self._maker.text(token), max(logprob, LOWEST))
+            tops.append(top if text in top else top | {text: value})
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 class ChatReply(_Reply):
@@ -154,7 +154,7 @@ class ChatReply(_Reply):
         self._logprobs = bool(request.logprobs)
         self._begun: set[int] = set()
         self._reporter: CacheReporter | None = None
-        self._held: dict[int, list[tuple[int, float]]] = {}
+        self._held: dict[int, list[NewToken]] = {}
 
     def whole(self, running: Running) -> dict[str, Any]:
         """The whole answer, with the last report of its cache."""
@@ -217,15 +217,19 @@ class ChatReply(_Reply):
     def _logprobs_of(self, new: Tokens) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        found: list[dict[str, Any]] = []
-        for token, value in new:
-            text = self._maker.text(token)
-            # A token may be a part of a character, which has no text of its own.
-            data = None if "\ufffd" in text else list(text.encode())
-            found.append({"token": text, "logprob": max(value, LOWEST), "bytes": data, "top_logprobs": []})
-        return {"content": found, "refusal": None}
+        content = [
+            self._logprob_of(each.id, each.logprob) | {"top_logprobs": [self._logprob_of(*top) for top in each.tops]}
+            for each in new
+        ]
+        return {"content": content, "refusal": None}
+
+    def _logprob_of(self, token: int, value: float) -> dict[str, Any]:
+        text = self._maker.text(token)
+        # A token may be a part of a character, which has no text of its own.
+        data = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(value, LOWEST), "bytes": data}
 
 
 def _token_ids(new: Tokens, prompt: Sequence[int] | None) -> dict[str, Any]:
-    ids: dict[str, Any] = {"token_ids": [token for token, _ in new]}
+    ids: dict[str, Any] = {"token_ids": [each.id for each in new]}
     return ids if prompt is None else ids | {"prompt_token_ids": list(prompt)}

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from kvjax.runtime.top_tokens import MOST as MOST_TOPS
+
 MOST_CHOICES = 128
 """Maximum of `n`."""
 
@@ -52,6 +54,7 @@ Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """A JSON object with any content."""
 
 Positive = Annotated[int, Field(ge=1, le=2**30)]
+TopCount = Annotated[int, Field(ge=0, le=MOST_TOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
@@ -94,7 +97,7 @@ class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
     prompt: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
-    logprobs: Annotated[int | None, _only(0)] = None
+    logprobs: TopCount | None = None
     echo: Annotated[bool | None, _only(False)] = None
     best_of: Annotated[int | None, _only(1)] = None
     suffix: Annotated[str | None, _only("")] = None
@@ -174,7 +177,7 @@ class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Free | None = None
-    strict: Annotated[bool | None, _only(False)] = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -184,13 +187,26 @@ class Tool(Strict):
     function: Function
 
 
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Sampled):
     """A request to `/v1/chat/completions`."""
 
     messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, _only(0)] = None
+    top_logprobs: TopCount | None = None
     cache_report: Annotated[bool | None, Field(description="Report the cache's bytes and which tokens it keeps.")] = (
         None
     )
@@ -204,9 +220,14 @@ class ChatRequest(Sampled):
     ] = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Annotated[bool | None, _only(True)] = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Free | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice not in (None, "auto", "none")
 
 
 class TokenizeRequest(Strict):

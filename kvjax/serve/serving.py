@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
@@ -13,6 +13,7 @@ from kvjax.runtime.batch import Batch, Begun
 from kvjax.runtime.kept_share import KeptPositions
 from kvjax.runtime.row import Row
 from kvjax.runtime.sampling import make_sampler
+from kvjax.runtime.scheduler import Tops
 
 from .errors import APIError, overloaded
 from .metrics import Metrics
@@ -142,6 +143,14 @@ class Admission:
         self._server._change(-self.count)
 
 
+class NewToken(NamedTuple):
+    """A token of an answer: its id and log-probability, and the most likely tokens in its place, as many as were asked for."""
+
+    id: int
+    logprob: float
+    tops: Tops
+
+
 class Choice:
     """One sequence of a request.
 
@@ -170,7 +179,7 @@ class Choice:
         self.cache: Begun | None = None
         self._saved = prompt.saved
         self._running = running
-        self._new: list[tuple[int, float]] = []
+        self._new: list[NewToken] = []
 
     def arrived(self, update: Update) -> None:
         """Take an update of the worker."""
@@ -181,7 +190,9 @@ class Choice:
         row, before, self.reused = self.row, len(self.row.tokens), update.reused
         self.kept = update.kept or self.kept
         row.extend(update.tokens, update.logprobs)
-        self._new += zip(row.tokens[before:], row.logprobs[before:], strict=True)
+        new, logprobs = row.tokens[before:], row.logprobs[before:]
+        tops = update.tops[: len(new)] if update.tops else [[]] * len(new)
+        self._new += map(NewToken, new, logprobs, tops)
         if update.ended is not None and row.stop_reason is None:
             row.stop_reason = "length"
         self.cache = update.cache
@@ -194,7 +205,7 @@ class Choice:
         more = len(self.row.tokens) - self.begun_with
         return None if self.first is None or more < 1 else 1000 * (self.last - self.first) / more
 
-    def take(self) -> tuple[str, list[tuple[int, float]]]:
+    def take(self) -> tuple[str, list[NewToken]]:
         """Text that is certain since the last call, and the tokens that it came with.
 
         Tokens wait for their text.

@@ -1,4 +1,4 @@
-"""Finds calls of tools in an answer, in the formats of Hermes and Qwen, and of Llama 3.
+"""Calls of tools in the formats of Hermes and Qwen, and of Llama 3: how they are found in an answer, and how they are forced.
 
 Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after other text.
 Llama 3: the answer is `{"name": ..., "parameters": {...}}`, or several of them, separated by semicolons.
@@ -26,6 +26,45 @@ def tool_format(template: str | None) -> Format | None:
     if '"parameters"' in template and "<|start_header_id|>" in template:
         return "llama3"
     return None
+
+
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How templates write JSON, as options of llguidance."""
+
+
+_COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}
+"""Keys of a schema that may add arguments to its own."""
+
+
+def calls_grammar(
+    kind: Format, functions: Mapping[str, Mapping[str, Any] | None], *, several: bool, after_thoughts: bool
+) -> str:
+    """A grammar of answers that call functions and say nothing else, in llguidance's variant of Lark.
+
+    Templates of Llama 3 take a single call in an answer. A function has no other arguments than those that its schema
+    names, unless the schema says so.
+
+    Args:
+        kind: the format.
+        functions: JSON schemas of the arguments of each function; None for any.
+        several: whether there may be more than one call.
+        after_thoughts: whether the answer may begin with the blank line that follows thoughts.
+    """
+    first, key, last = '{"name": ', "parameters", "}"
+    if kind == "hermes":
+        first, key, last = f"{OPEN}\n{first}", "arguments", f"{last}\n{CLOSE}"
+    before = r'"\n\n"? ' if after_thoughts else ""
+    after = r' ("\n" call)*' if several and kind == "hermes" else ""
+    names = " | ".join(f"f{i}" for i in range(len(functions)))
+    lines = [f"start: {before}call{after}", f"call: {json.dumps(first)} ({names}) {json.dumps(last)}"]
+    for i, (name, schema) in enumerate(functions.items()):
+        named = json.dumps(name) + f', "{key}": '
+        # References in a schema are relative to its own root, so each schema is a grammar of its own.
+        given: dict[str, Any] = {"x-guidance": SEPARATORS, "type": "object"} | dict(schema or {})
+        if "properties" in given and not _COMBINED & given.keys():
+            given.setdefault("additionalProperties", False)
+        lines += [f"f{i}: {json.dumps(named)} a{i}", f"a{i}: %json {json.dumps(given)}"]
+    return "\n".join(lines)
 
 
 class ToolCalls:

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.runtime.batch import Batch, Begun, Job
 from kvjax.runtime.kept_share import KeptPositions
 from kvjax.runtime.many import JOBS
-from kvjax.runtime.scheduler import Ended, Scheduler, Ticket
+from kvjax.runtime.scheduler import Ended, Scheduler, Ticket, Tops
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Update(NamedTuple):
     Attributes:
         owner: what was passed to `Worker.submit`.
         tokens, logprobs: the new tokens and their log-probabilities.
+        tops: the most likely tokens in place of each of them, if they were asked for.
         ended: why the sequence has ended; None if it goes on.
         error: the error, if it failed.
         reused: number of prompt tokens whose state was stored.
@@ -46,6 +47,7 @@ class Update(NamedTuple):
     ended: Ended | None
     error: Exception | None
     reused: int = 0
+    tops: Sequence[Tops] = ()
     kept: KeptPositions | None = None
     cache: Begun | None = None
 
@@ -240,7 +242,8 @@ class Worker:
             kept, each.kept = each.kept, None
             if kept is not None:
                 kept = None if self.scheduler.lost else KeptPositions(*map(np.asarray, kept))
-            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, ticket.reused, kept, each.cache))
+            more = {"reused": ticket.reused, "tops": ticket.tops[new], "kept": kept, "cache": each.cache}
+            updates.append(Update(each.owner, *found, ticket.ended, ticket.error, **more))
             if ticket.ended is not None:
                 del self._sequences[ticket], self._tickets[each.owner]
         if updates:

@@ -42,6 +42,8 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
         (["--prefix-bytes", "1GB"], 2, "give --prefill-block"),
         (["--sessions", "saved"], 2, "give --prefill-block"),
         (["--session-bytes", "much"], 1, "is not a memory size"),
+        (["--prefix-host-bytes", "1GB"], 2, "give --prefill-block"),
+        (["--prefix-host-bytes", "1GB", "--prefix-bytes", "0", "--prefill-block", "16"], 2, "more than 0"),
         (["--prefix-bytes", "much", "--prefill-block", "16"], 1, "is not a memory size"),
     ],
 )

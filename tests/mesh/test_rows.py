@@ -8,6 +8,7 @@ from kvjax.runtime import many as lists
 from kvjax.runtime.batch import Batch, Begun, Job
 from kvjax.runtime.mesh import on_mesh
 from kvjax.runtime.rollouts import Rollouts
+from kvjax.runtime.scheduler import Scheduler
 
 
 @pytest.mark.parametrize("policy", ["full", "rkv:40", "treekv:32", "adakv:32", "quest:32"])
@@ -98,3 +99,30 @@ def _finish(batch, reading, job):
         tokens += np.asarray(call.tokens)[1, : int(call.filled[1])].tolist()
         live = bool(call.live[1])
     return tokens
+
+
+def test_states_in_host_memory_over_a_mesh(tiny):
+    """They come back to the places that they had, and change no token. The most likely tokens are those of one device."""
+    random = np.random.default_rng(0)
+    begun = [random.integers(0, 64, 50).tolist() for _ in range(2)]
+    jobs = [Job(begun[i] + random.integers(0, 64, 9).tolist(), 8, share="me", tops=3) for i in (0, 0, 1, 1, 0, 1, 0)]
+
+    def run(**options):
+        sizes = {"rows": 2, "prompt_len": 64, "max_new_tokens": 8, "block": 16, "anchor": "start", "tops": True}
+        batch = Batch(tiny, "snapkv:40", **sizes, **options)
+        scheduler = Scheduler(batch, steps=4)
+        tickets = [scheduler.submit(job) for job in jobs]
+        while scheduler.busy:
+            scheduler.turn()
+        assert not any(ticket.error for ticket in tickets)
+        return [(ticket.tokens, ticket.logprobs, ticket.tops) for ticket in tickets], batch.prefixes.restored
+
+    one, _ = run()
+    plain, _ = run(mesh="model=2")
+    moved, restored = run(mesh="model=2", prefixes=1, prefix_host_bytes=1 << 22)
+    assert restored == 3
+    assert moved == plain
+    for (tokens, logprobs, tops), (others, values, likely) in zip(one, plain, strict=True):
+        assert tokens == others
+        np.testing.assert_allclose(logprobs, values, atol=2e-5)
+        assert [[token for token, _ in top] for top in tops] == [[token for token, _ in top] for top in likely]

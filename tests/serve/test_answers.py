@@ -118,6 +118,36 @@ def test_a_stream_has_the_text_of_the_whole_answer(client: Client, path: str) ->
         assert list(itertools.chain.from_iterable(each[name] for each in found)) == choice["logprobs"][name]
 
 
+def test_the_most_likely_tokens_are_reported(client: Client) -> None:
+    """Whole and streamed, and with a grammar or without. The answers are those of requests that do not ask for them."""
+    text: dict[str, Any] = {"prompt": "abc", "seed": 5, "temperature": 1.3, "max_tokens": 12}
+    chat: dict[str, Any] = text | {"messages": [{"role": "user", "content": "abc"}], "logprobs": True}
+    del chat["prompt"]
+    asked = [text | {"logprobs": 4}, text | {"logprobs": 0}, chat | {"top_logprobs": 20}, chat]
+    replies = client.posts("/v1/completions", asked[:2]) + client.posts("/v1/chat/completions", asked[2:])
+    some, none, many, without = (reply.json["choices"][0] for reply in replies)
+    for name in ("tokens", "token_logprobs"):
+        assert some["logprobs"][name] == none["logprobs"][name]
+    columns = (some["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, value, tops in zip(*columns, strict=True):
+        assert 4 <= len(tops) <= 5
+        assert tops[token] == value
+        assert list(tops)[:4] == sorted(list(tops)[:4], key=lambda text, tops=tops: -tops[text])
+    assert any(len(tops) == 5 for tops in some["logprobs"]["top_logprobs"])  # the token was not among the likely ones
+    for each, other in zip(many["logprobs"]["content"], without["logprobs"]["content"], strict=True):
+        tops = each.pop("top_logprobs")
+        assert each == {name: value for name, value in other.items() if name != "top_logprobs"}
+        assert other["top_logprobs"] == []
+        assert len(tops) == 20
+        assert [top["logprob"] for top in tops] == sorted((top["logprob"] for top in tops), reverse=True)
+        assert each in tops or each["logprob"] <= tops[-1]["logprob"]
+    for path, body, whole in zip(("/v1/completions", "/v1/chat/completions"), asked[::2], replies[::2], strict=True):
+        name = "top_logprobs" if path == "/v1/completions" else "content"
+        events = client.post(path, body | {"stream": True}).events[:-1]
+        parts = [part["logprobs"][name] for event in events for part in event["choices"] if part["logprobs"]]
+        assert list(itertools.chain.from_iterable(parts)) == whole.json["choices"][0]["logprobs"][name]
+
+
 def test_samples_have_the_seeds_of_generate(client: Client, letters: Params) -> None:
     body = {
         "prompt": ["abc", "xyz"],

@@ -1,6 +1,7 @@
 """Requests at random: each ends with an answer or an error that names what is wrong, and the server goes on."""
 
 import json
+import time
 from typing import Any
 
 import hypothesis
@@ -29,6 +30,15 @@ FORMAT = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "json_object", "json_schema"])},
     optional={"json_schema": st.fixed_dictionaries({"name": TEXT, "schema": SCHEMA}) | JSON},
 )
+TOOL = st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": TEXT}, optional={"parameters": SCHEMA | JSON}),
+    }
+)
+CHOICE = st.sampled_from(["auto", "none", "required"]) | st.fixed_dictionaries(
+    {"type": st.just("function"), "function": st.fixed_dictionaries({"name": TEXT})}
+)
 SAMPLED: dict[str, Any] = {
     "model": st.sampled_from(["tiny", None]) | JSON,
     "max_tokens": st.integers(-1, 30) | JSON,
@@ -45,7 +55,7 @@ SAMPLED: dict[str, Any] = {
     "ignore_eos": st.booleans() | JSON,
     "return_token_ids": st.booleans() | JSON,
     "cache_salt": TEXT | JSON,
-    "logprobs": JSON,
+    "logprobs": st.booleans() | st.integers(-1, 21) | JSON,
     "logit_bias": JSON,
     "user": JSON,
 }
@@ -53,14 +63,9 @@ COMPLETION = st.fixed_dictionaries({"prompt": PROMPT}, optional=SAMPLED | {"echo
 CHAT = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGE, max_size=3) | JSON},
     optional=SAMPLED
-    | {
-        "tools": JSON,
-        "tool_choice": JSON,
-        "response_format": FORMAT,
-        "cache_report": JSON,
-        "session": TEXT | JSON,
-        "chat_template_kwargs": JSON,
-    },
+    | {"tools": st.lists(TOOL, max_size=2) | JSON, "tool_choice": CHOICE | JSON, "response_format": FORMAT}
+    | {"chat_template_kwargs": JSON, "top_logprobs": st.integers(-1, 21) | JSON, "parallel_tool_calls": JSON}
+    | {"cache_report": JSON, "session": TEXT | JSON},
 )
 REQUEST = st.one_of(
     st.tuples(st.just("/v1/completions"), COMPLETION),
@@ -70,8 +75,14 @@ REQUEST = st.one_of(
 )
 
 
+REFUSED_SECONDS = 1.0
+"""Time to refuse a request on an idle server. It is taken by this process, in which the server runs, whatever else a machine does."""
+
+
 def check(client: Client, path: str, body: Any) -> None:
+    begun = time.process_time()
     reply = client.post(path, json.dumps(body).encode())
+    took = time.process_time() - begun
     if reply.status == 200:
         if reply.headers["content-type"].startswith("text/event-stream"):
             assert reply.events[-1] == "[DONE]"
@@ -80,6 +91,7 @@ def check(client: Client, path: str, body: Any) -> None:
     else:
         assert 400 <= reply.status < 500
         assert reply.json["error"]["message"]
+        assert took < REFUSED_SECONDS
     assert client.server.admitted == 0
 
 

@@ -118,7 +118,7 @@ def says(client: Client, monkeypatch: pytest.MonkeyPatch, text: str, size: int =
     server = client.server
     tokens = [*server.preparer.tokenizer.encode(text, add_special=False), 1]
 
-    def submit(jobs: Any, owners: Any) -> None:
+    def submit(jobs: Any, owners: Any, **_: Any) -> None:
         for owner in owners:
             for at in range(0, len(tokens), size):
                 part = tokens[at : at + size]
@@ -157,6 +157,11 @@ def test_calls_and_thoughts_in_answers(talking: Client, monkeypatch: pytest.Monk
     assert '<|assistant|><tool_call>add{"a": 1, "b": [2]}</tool_call><|tool|>3<|assistant|>' in text
 
 
+def schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool with such parameters."""
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
 def test_tools_that_are_refused(letters: Params, talking: Client) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}
     with serving(letters, idle=True) as client:
@@ -165,11 +170,19 @@ def test_tools_that_are_refused(letters: Params, talking: Client) -> None:
         unused = client.server.preparer.chat(ChatRequest(**body, tool_choice="none"), "")
         assert unused.parsing.tools is None
     for more, param in (
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"tool_choice": "required", "ignore_eos": True}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": [schema({"type": "string"})]}, "tools"),
+        ({"tool_choice": "required", "tools": [schema({"$ref": "#/nowhere"})]}, "tools"),
+        ({"tool_choice": "required", "tools": [schema({"properties": {"a": {"not": {}}}})]}, "tools"),
+        ({"tool_choice": "required", "tools": [schema({"description": "a" * (1 << 16)})]}, "tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [TOOL | {"function": {"name": "a", "strict": True}}]}, "tools"),
     ):
         reply = talking.post("/v1/chat/completions", body | more)
-        assert (reply.status, reply.json["error"]["param"]) == (400, param)
+        assert (reply.status, reply.json["error"]["param"]) == (400, param), more

@@ -28,7 +28,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (TEXT | {"best_of": 2}, "best_of"),
         (TEXT | {"echo": True}, "echo"),
         (TEXT | {"suffix": "b"}, "suffix"),
-        (TEXT | {"logprobs": 3}, "logprobs"),
+        (TEXT | {"logprobs": 21}, "logprobs"),
         (TEXT | {"beams": 3}, "beams"),
         (TEXT | {"prompt": []}, "prompt"),
         (TEXT | {"prompt": [1, 2.5]}, "prompt"),
@@ -54,6 +54,8 @@ def message(**fields: Any) -> dict[str, Any]:
         (TEXT | {"stream": "yes"}, "stream"),
         (TEXT | {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT | {"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        (CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         (CHAT | {"functions": []}, "functions"),
         (CHAT | {"modalities": ["audio"]}, "modalities"),
         (CHAT | {"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
@@ -139,10 +141,19 @@ def test_a_prompt_that_is_too_long(client: Client) -> None:
 
 
 def test_routes_that_do_not_exist(client: Client) -> None:
-    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/docs", 404)):
-        reply = client.run(client.call(method, path))
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/docs", 404),
+        ("POST", "/nothing", 404),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/v1/completions", 405),
+    ):
+        headers = {"content-type": "" if method == "POST" else "application/json"}
+        reply = client.run(client.call(method, path, headers=headers))
         assert (reply.status, reply.json["error"]["type"]) == (status, "invalid_request_error")
-        assert reply.headers.get("allow") == ("POST" if status == 405 else None)
+        other = "GET" if method == "POST" else "POST"
+        assert reply.headers.get("allow") == (other if status == 405 else None)
     reply = client.post("/v1/completions", TEXT | {"model": "gpt"})
     assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (
         404,

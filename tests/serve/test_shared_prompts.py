@@ -18,6 +18,12 @@ def ask(client: Client, prompt: list[int], key: str, **more: Any) -> tuple[int, 
     return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"]
 
 
+def metric(client: Client, name: str) -> float:
+    """A metric by its name."""
+    lines = client.get("/metrics", headers={"authorization": "Bearer one"}).text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"kvjax:{name}{{")).split()[-1])
+
+
 def test_stored_states_are_used_by_their_own_key(letters: Params) -> None:
     random = np.random.default_rng(0)
     begun = random.integers(0, 62, 60).tolist()
@@ -36,3 +42,15 @@ def test_stored_states_are_used_by_their_own_key(letters: Params) -> None:
         assert reused >= 48
         assert [choice["token_ids"] for choice in choices] == [expected[3][1][0]["token_ids"]] * 3
         assert len(client.server.batch.prefixes) <= 4
+    with serving(letters, "snapkv:40", block=16, prefixes=1, prefix_host_bytes=1 << 20, keys=KEYS) as client:
+        compiled = metric(client, "compilations_total")
+        for key in ("one", "two"):  # the state of the one moves to host memory when that of the other is stored
+            assert [ask(client, prompt, key)[0] for prompt in prompts[:2]] == [0, 0]
+        for restored, (i, key) in enumerate(((2, "one"), (2, "two"), (3, "one")), 1):
+            assert ask(client, prompts[i], key) == (48, expected[i][1])
+            assert metric(client, "prefix_states_restored_total") == restored
+        assert ask(client, prompts[0], "two", cache_salt="a")[0] == 0
+        names = "prefix_states_on_device", "prefix_states_on_host"
+        assert [metric(client, name) for name in names] == [1, 1]
+        assert 0 < metric(client, "prefix_host_bytes") <= 1 << 20
+        assert metric(client, "compilations_total") == compiled
