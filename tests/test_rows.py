@@ -25,6 +25,9 @@ def running(tiny) -> Any:
     return functools.cache(lambda policy: lone(policy, tiny))
 
 
+named = pytest.mark.parametrize("policy", [pytest.param(policy, id=policy.info.name) for policy in POLICIES])
+
+
 @each(POLICIES, often=True)
 def test_rows_are_those_of_the_row_alone(policy, running):
     """Tokens, log-probabilities and all arrays of the caches, bit for bit."""
@@ -33,7 +36,7 @@ def test_rows_are_those_of_the_row_alone(policy, running):
 
 @pytest.mark.slow
 @pytest.mark.rotating  # the test above runs for every policy and commit
-@pytest.mark.parametrize("policy", [pytest.param(policy, id=policy.info.name) for policy in POLICIES])
+@named
 def test_many_schedules(policy, running):
     check(*running(policy), range(5, 55))
 
