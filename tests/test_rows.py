@@ -28,7 +28,7 @@ def running(tiny) -> Any:
 named = pytest.mark.parametrize("policy", [pytest.param(policy, id=policy.info.name) for policy in POLICIES])
 
 
-@each(POLICIES, often=True)
+@named
 def test_rows_are_those_of_the_row_alone(policy, running):
     """Tokens, log-probabilities and all arrays of the caches, bit for bit."""
     check(*running(policy), range(5))

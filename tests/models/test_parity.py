@@ -24,6 +24,9 @@ LONGER = {"qwen3.5": (70, 64, 7, 2), "phi-3-longrope-long": (40, 23, 7, 5)}
 LongRoPE picks its factors by the length of the batch: all rows are on the same side of the original window.
 """
 
+TOLERANCES = {"qwen3.5": 2e-4}
+"""Differences where rounding accumulates over 70 tokens: both differ by some 6e-5 from transformers' model in float64."""
+
 # Between them: mixed windows, biases, YaRN's amplitude, query and key norms, LongRoPE, partial and interleaved rotation,
 # sandwich norms, tied embeddings, layers that differ in more than windows. Each compiles a decode loop; the other architectures follow under `-m slow`.
 DECODED_FIRST = {"smollm2", "qwen2-windows", "qwen3-yarn-biased", "phi-4-mini", "glm-4-0414", "gemma-3"}
@@ -55,7 +58,8 @@ def largest_difference(model: Any, params: Params, lengths: tuple[int, ...]) -> 
 @pytest.mark.parametrize("name", oracles.ARCHITECTURES)
 def test_logits_equal_transformers(name: str) -> None:
     model = oracles.transformers_model(name)
-    assert largest_difference(model, oracles.converted(model), LONGER.get(name, LENGTHS)) <= 1e-4
+    most = TOLERANCES.get(name, 1e-4)
+    assert largest_difference(model, oracles.converted(model), LONGER.get(name, LENGTHS)) <= most
 
 
 @pytest.mark.parametrize(
