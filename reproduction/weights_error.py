@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 import kvjax
 from benchmarks import report
-from kvjax._util.randomness import random_key
 from kvjax.config import PRESETS
 from kvjax.conversion import quantize_weights
 from kvjax.models import Params, init, transformer
@@ -49,7 +48,7 @@ def main() -> None:
         tokens = models.read_tokens(params, args.text, args.length * args.passages)
     else:
         name = f"random weights, {args.random}"
-        params = init(PRESETS[args.random], random_key(0), "float32")
+        params = init(PRESETS[args.random], jax.random.key(0), "float32")
         tokens = np.random.default_rng(0).integers(0, params.config.vocab_size, args.length * args.passages).tolist()
     out = args.out or Path(f"reproduction/results/weights-error-{report.device_slug()}.json")
     settings = {"length": args.length, "passages": args.passages, "text": args.text.name}

@@ -14,9 +14,13 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._util import files
+from kvjax._util import files, user_files
 
 MAGIC = "kvjax session 1"
+
+MOST_BYTES = 1 << 40
+"""Limit on the bytes of a file, beyond any cache."""
+
 LONGEST_HEAD = 1 << 20
 """Maximum number of bytes of one of the first two lines."""
 
@@ -112,7 +116,7 @@ def read_head(path: Path) -> Head:
         DamagedError: the file is damaged, or not one of these.
         OSError: it cannot be read.
     """
-    with path.open("rb") as stream:
+    with user_files.opened(path, MOST_BYTES) as stream:
         return _head(stream, path)
 
 
@@ -122,7 +126,7 @@ def read(path: Path) -> tuple[Head, Conversation, list[np.ndarray]]:
     Raises:
         DamagedError, OSError: as `read_head`.
     """
-    with path.open("rb") as stream:
+    with user_files.opened(path, MOST_BYTES) as stream:
         head, rest = _head(stream, path), stream.read()
     if hashlib.sha256(rest).hexdigest() != head.sha256:
         raise DamagedError(f"{path}: the checksum of what follows the head differs")
