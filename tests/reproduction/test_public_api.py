@@ -20,7 +20,6 @@ MISSING = {
     "kvjax.runtime.generation": {"Run"},
     "kvjax.runtime.row": {"Row"},
     "kvjax.runtime.request": {"check_request"},
-    "kvjax.runtime.decoding": {"CHUNK"},
     # A list of policies as text, and the fingerprint of a model's shape.
     "kvjax.policies.text": {"split_policies"},
     "kvjax.policies.profile": {"fingerprint", "load"},
