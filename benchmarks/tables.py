@@ -335,6 +335,23 @@ def requests() -> str:
     return report.table(heads, lines, "llr")
 
 
+def soak() -> str:
+    """What a server under load did, by check."""
+    (row,) = rows("soak-cpu.json")
+    counts = row["requests"]
+    told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    lines = [
+        ["requests", told],
+        ["answers other than an idle server's", str(len(row["wrong"]))],
+        ["programs compiled once it was ready", f"{row['compiled']:.0f}"],
+        ["memory of the process, first ten minutes", f"{row['memory_warm'] / 1e6:.1f} MB"],
+        ["memory ten minutes later", f"{row['memory_end'] / 1e6:.1f} MB"],
+        ["99 % of the calls of `/health`, at most", f"{1e3 * row['health_p99']:.0f} ms"],
+        ["states taken back from host memory", f"{row['prefix_states_restored_total']:,.0f}"],
+    ]
+    return report.table([f"{row['seconds'] / 60:.0f} minutes", "found"], lines, "ll")
+
+
 def _workload(row: Row) -> str:
     kind, size = row["workload"].split(maxsplit=1)
     if kind == "trace":
