@@ -323,7 +323,7 @@ def _answer(
     row = jnp.arange(rows, dtype=jnp.int32)
     state = dataclasses.replace(state, done=state.done & (lengths == 0))
     before = jnp.maximum(lengths, 1) - 1  # steps before the first sample that counts
-    steps = specs[0].shard.max_over_data(jnp.max(before)) + count
+    steps = count + specs[0].shard.max_over_data(jnp.max(before)) if size else count
 
     def should_continue(loop: Loop) -> Array:
         i, state, _, _ = loop

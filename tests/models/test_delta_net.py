@@ -168,7 +168,7 @@ def test_gradients_of_chunks_are_those_of_steps() -> None:
         _, out = jax.lax.scan(one, delta_net.start(_LAYER, x), jnp.swapaxes(x, 0, 1))
         return jnp.sum(jnp.sin(out))
 
-    np.testing.assert_allclose(jax.jit(jax.grad(by_block))(x), jax.jit(jax.grad(by_step))(x), atol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.grad(by_block))(x), jax.jit(jax.grad(by_step))(x), rtol=1e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize(
