@@ -421,6 +421,12 @@ def read_as_prompt(
     return cache.attend_prompt(layer.spec, prompt), cache.where_rows(block.count > 0, new, state), carry
 
 
+def kept_slots(layers: Iterable[CacheLayer[Any]], states: Iterable[State]) -> tuple[LayerCache, ...]:
+    """Slots of the cached layers. Recurrent layers, which keep no tokens, are not among them."""
+    every = zip(layers, states, strict=True)
+    return tuple(layer.view(state) for layer, state in every if layer.spec.recurrent is None)
+
+
 @any_rank
 def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tuple[State, Carry]:
     """`CacheLayer.prefill` of a layer without a model, including a layer that reads parts of its prompt again.

@@ -28,7 +28,7 @@ from kvjax.models import Params, abstract
 from kvjax.models.params import retyped, same_shapes, without_text
 from kvjax.models.sharding import bytes_per_device, get_mesh, get_shard, mesh_of, place_all
 from kvjax.policies import Full, Policy, get_policy
-from kvjax.policies.layer import CacheLayer, check_reads_blocks, held_bytes
+from kvjax.policies.layer import CacheLayer, check_reads_blocks, held_bytes, kept_slots
 from kvjax.runtime import decoding
 from kvjax.runtime.decoding import Decoding
 from kvjax.runtime.memory import memory_limit
@@ -616,9 +616,7 @@ class Engine:
         """
         self._check(state)
         caches = state.caches if self.shard.mesh is None else jax.tree.map(jnp.asarray, self.save(state).caches)
-        layers = [self.policy.layer(spec.whole) for spec in self.specs]
-        every = zip(layers, caches, strict=True)
-        return tuple(layer.view(cache) for layer, cache in every if layer.spec.recurrent is None)
+        return kept_slots([self.policy.layer(spec.whole) for spec in self.specs], caches)
 
     def how(self, sampler: Sampler | None = None, eos_ids: Sequence[int] = ()) -> tuple[Sampler, Int[np.ndarray, " E"]]:
         """Sampling arguments of the programs. Arguments as for `prefill`.

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from kvjax.cache import LayerSpec
 from kvjax.policies import Policy
+from kvjax.policies.layer import kept_slots
 from kvjax.runtime import mesh
 from kvjax.runtime.program import Program
 
@@ -28,8 +29,7 @@ def kept_shares(policy: Policy, specs: Sequence[LayerSpec], caches: Sequence[Any
 def _kept_and_seen(
     policy: Policy, specs: tuple[LayerSpec, ...], caches: tuple[Any, ...]
 ) -> list[tuple[Int[Array, "B K"], Int[Array, " B"]]]:
-    every = zip(specs, caches, strict=True)
-    held = [policy.layer(spec).view(cache) for spec, cache in every if spec.recurrent is None]
+    held = kept_slots(map(policy.layer, specs), caches)
     return [(jnp.sum(each.live, axis=-1, dtype=jnp.int32), each.seen) for each in held]
 
 
@@ -41,11 +41,11 @@ class KeptPositions(NamedTuple):
     """Which tokens one row keeps, on the device or on the host.
 
     Attributes:
-        shares: share of all KV heads of all layers that keep each position, in 255ths, for P positions. A merged slot
+        shares: share of all KV heads of all cached layers that keep each position, in 255ths, for P positions. A merged slot
             counts at the position of its latest token.
-        used: number of slots in use, of all heads of all layers.
+        used: number of slots in use, of all heads of all cached layers.
         tokens: number of tokens processed.
-        slots: number of slots of all heads of all layers.
+        slots: number of slots of all heads of all cached layers.
     """
 
     shares: Any
@@ -77,7 +77,7 @@ def _held_by_position(
     row: Int[Array, "1"],
 ) -> tuple[UInt8[Array, " P"], Int[Array, ""], Int[Array, "1"], Int[Array, ""]]:
     caches, tokens = jax.tree.map(lambda x: jnp.take(x, row, axis=0), (caches, tokens))
-    held = [policy.layer(spec).view(cache) for spec, cache in zip(specs, caches, strict=True)]
+    held = kept_slots(map(policy.layer, specs), caches)
     places = specs[0].max_tokens
     heads, slots = sum(each.live.shape[1] for each in held), sum(each.live.size for each in held)
     counts = jnp.zeros((places,), jnp.int32)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from kvjax.cache import LayerCache, LayerSpec
 from kvjax.models import Params
 from kvjax.policies import Policy
+from kvjax.policies.layer import kept_slots
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.decoding import CHUNK
 from kvjax.runtime.prompts import check_ids, question_ids
@@ -73,8 +74,7 @@ class KeptState:
     def slots(self) -> tuple[LayerCache, ...]:
         """Each cached layer's keys, values, positions and weights, with a row axis of 1. See `kvjax.cache.LayerCache`."""
         caches = jax.tree.map(jax.numpy.asarray, self.caches)
-        every = zip(self.specs, caches, strict=True)
-        return tuple(self.policy.layer(spec).view(cache) for spec, cache in every if spec.recurrent is None)
+        return kept_slots(map(self.policy.layer, self.specs), caches)
 
     @property
     def positions(self) -> tuple[Int[np.ndarray, "K C"], ...]:

@@ -24,14 +24,19 @@ class CacheSizes:
 
     def in_use(self, slots: int, of: int) -> int:
         """Bytes of a row, by the share of its slots that are in use, on each device."""
-        return round(self.batch.row_bytes * slots / of)
+        return self._states + round((self.batch.row_bytes - self._states) * slots / of)
 
     def full(self, tokens: int) -> int:
         """Bytes of a full cache of as many tokens, on each device."""
         spec = self.batch.specs[0]
-        return self.batch.engine.config.cache_bytes(tokens, spec.dtype.itemsize) // (
-            spec.shard.heads * spec.shard.slots
-        )
+        whole = self.batch.engine.config.cache_bytes(tokens, spec.dtype.itemsize)
+        return self._states + whole // (spec.shard.heads * spec.shard.slots)
+
+    @property
+    def _states(self) -> int:
+        """Bytes of the states of recurrent layers, on each device."""
+        spec = self.batch.specs[0]
+        return self.batch.engine.config.state_bytes(spec.dtype.itemsize) // spec.shard.heads
 
 
 class CacheReporter:

@@ -2,19 +2,24 @@
 
 import asyncio
 import base64
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from serve_client import Client, serving
 
 from kvjax import policies
-from kvjax.models import Params
+from kvjax.config import DeltaNetConfig
+from kvjax.models import Params, init
+from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.inspection import retained_positions
+from kvjax.serve.cache_report import CacheSizes
 from kvjax.serve.settings import digest
 
 POLICY, KEY = "treekv:32", "secret"
@@ -138,3 +143,22 @@ def test_nobody_is_disturbed_by_reports(paged: Client) -> None:
 def metric(client: Client, name: str) -> float:
     text = client.get("/metrics", **KEYED).text
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"kvjax:{name}"))
+
+
+def test_recurrent_layers_have_no_tokens_but_bytes(tiny: Params) -> None:
+    """With the full cache, all heads that have tokens keep each, and the row has as many bytes as a full cache."""
+    layer = tiny.config.layers[0]
+    recurrent = dataclasses.replace(layer, mixer=DeltaNetConfig(1, 2, 8, 8))
+    params = init(dataclasses.replace(tiny.config, layers=(recurrent, layer)), jax.random.key(0))
+    batch = Batch(params, "full", rows=1, prompt_len=64, max_new_tokens=8)
+    job = Job(list(range(1, 33)), 1)
+    batch.insert(batch.read(job), job, 0)
+    kept = batch.kept_positions(0)
+    assert int(kept.tokens[0]) == 32
+    np.testing.assert_array_equal(np.asarray(kept.shares)[:40], [255] * 32 + [0] * 8)
+    sizes = CacheSizes(batch)
+    states = params.config.state_bytes(4)
+    assert states > 0
+    assert sizes.full(32) == states + params.config.cache_bytes(32, 4)
+    assert sizes.in_use(0, 72) == states
+    assert sizes.in_use(72, 72) == batch.row_bytes
