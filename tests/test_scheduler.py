@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvjax.runtime import scheduler as scheduler_module
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.scheduler import Scheduler, Schedulers, Ticket
 
@@ -258,6 +259,18 @@ def test_short_prompts_are_read_together_and_wait_for_rows() -> None:
     assert read == [[0, 100, 300], [200, 600], [400, 500]]
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets if ticket is not tickets[3])
     assert tickets[3].tokens == []
+
+
+def test_few_waiting_prompts_are_looked_through(monkeypatch) -> None:
+    """However long the list is."""
+    monkeypatch.setattr(scheduler_module, "AHEAD", 2)
+    batch = FakeBatch(3, most=3)
+    scheduler = Scheduler(batch, steps=3)
+    for i, given in enumerate(((), (1,), (1,), ())):
+        scheduler.submit(Wish(100 * i, 4, given=given))
+    scheduler.turn()
+    assert scheduler.begun == 0  # the first was read without the last
+    assert scheduler.running == 3
 
 
 def test_batches_with_one_queue_do_not_read_the_others_share() -> None:

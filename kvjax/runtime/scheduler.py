@@ -12,11 +12,15 @@ result is taken at once.
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+AHEAD = 256
+"""Waiting prompts among which others are looked for that are read together with the next one."""
 
 Ended = Literal["eos", "length", "cancelled", "failed"]
 
@@ -289,7 +293,7 @@ class Scheduler:
         groups = [self._waiting.popleft()]
         kind = self.batch.together(groups[0][0].job)
         most, held = kind[1], self.running + len(groups[0])
-        for tickets in list(self._waiting) if most > 1 else ():
+        for tickets in list(itertools.islice(self._waiting, AHEAD)) if most > 1 else ():
             if len(groups) == most or (self.most_jobs is not None and held + len(tickets) > self.most_jobs):
                 break
             if self.batch.together(tickets[0].job) == kind:
