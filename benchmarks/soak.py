@@ -79,7 +79,7 @@ def save_model(path: Path) -> None:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests, half of which have one of eight beginnings, so that the server's store of states is full."""
+    """Requests. Half of them have one of eight beginnings, so that the server's store of states is full."""
     draw = np.random.default_rng(0)
     shared = draw.integers(0, VOCABULARY, (8, 70)).tolist()
     found: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
 """Parameters of gated delta nets as Hugging Face checkpoints store them.
 
 The kernels of the convolution have an axis of their own, [C, 1, W]. A family may store projections by key head (`Family.
-groups_heads`): ``in_proj_qkvz`` has, for each key head, the rows of its query, its key, its values and their gates, and
-``in_proj_ba`` those of the rates and the decays of its values. Here, the rows of each parameter follow one another.
+groups_heads`): ``in_proj_qkvz`` then has, for each key head, the rows of its query, its key, its values and their gates.
+``in_proj_ba`` has those of the rates and the decays of its values. Here, the rows of each parameter follow one another.
 """
 
 import dataclasses

@@ -651,7 +651,7 @@ def _delta_net(fields: _Metadata, path: Path) -> DeltaNetConfig:
     if None in sizes or (fields.delta_value_width or 0) % (fields.delta_value_heads or 1):
         raise CheckpointError(
             f"{path}: ssm.group_count, ssm.time_step_rank, ssm.state_size and ssm.inner_size are {', '.join(map(str, sizes))}; "
-            "they should be numbers, of which the second divides the last"
+            "they should be numbers, and the second should divide the last"
         )
     key_heads, value_heads, key_dim, value_width = (size or 1 for size in sizes)
     return DeltaNetConfig(key_heads, value_heads, key_dim, value_width // value_heads, fields.delta_conv or 4)
@@ -886,7 +886,7 @@ def _stored(path: Path, tensor: gguf.ReaderTensor, config: ModelConfig, architec
 
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     plain = StoredTensor(shape, names.get(kind.name, kind.name), nbytes, path, read)
-    # Reordered columns would have parts of several blocks, so such a matrix becomes floats.
+    # Reordered columns would have parts of several blocks, so such a matrix is dequantised.
     if kind.name not in BLOCKS or len(shape) != 2 or column_order is not None:
         return plain
     return dataclasses.replace(plain, kept=blocks_shape(kind.name, *shape), keep=keep)

@@ -118,16 +118,9 @@ def _read(
     return Reading(caches, logits, lengths)
 
 
-def _read_each(
-    policy: Policy,
-    specs: Specs,
-    params: Params,
-    tokens: Int[Array, "R T"],
-    lengths: Int[Array, " R"],
-    total: Int[Array, " R"],
-) -> tuple[Reading, ...]:
-    together = _read(policy, specs, params, tokens, lengths, total)
-    return tuple(jax.tree.map(lambda x, i=i: x[i : i + 1], together) for i in range(tokens.shape[0]))
+def _read_each(policy: Policy, specs: Specs, *arguments: Any) -> tuple[Reading, ...]:
+    together = _read(policy, specs, *arguments)
+    return tuple(jax.tree.map(lambda x, i=i: x[i : i + 1], together) for i in range(specs[0].batch))
 
 
 def _begin(policy: Policy, specs: Specs, total: Int[Array, " R"], logits: Float[Array, "R V"]) -> Reading:

@@ -30,8 +30,8 @@ Column = tuple[float, bool]
 CONVENTIONS: dict[str, tuple[str, str]] = {
     "bytes": (
         "equal bytes",
-        "Each policy gets the largest fractional budget at which its caches take no more than a share of the full cache's bytes, on device\n"
-        "and host together, for all prompts of a suite. Room for the suite's longest question and answer is included. Slots are rounded, so\n"
+        "Each policy gets the largest fractional budget at which its caches take no more than a share of the full cache's bytes. Bytes are\n"
+        "those on device and host together, for all prompts of a suite. Room for the suite's longest question and answer is included. Slots are rounded, so\n"
         "up to 2 % more counts as equal.",
     ),
     "prompt": (
