@@ -1,6 +1,5 @@
 """Attention of one layer around the cache: projections to heads, and attention without a cache."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import AttentionConfig, Rope
-from kvjax.pallas_kernels import QuantizedMatrix, prefill_attention, projection
+from kvjax.pallas_kernels import prefill_attention, projection
 
 from .layer import Layer, biased
-from .params import Attention, Block, Params
+from .params import Attention
 
 
 class Heads(NamedTuple):
@@ -34,32 +33,7 @@ def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> 
     """Heads of a layer with input `x`, whose tokens are at positions `pos`."""
     p = _params(layer)
     x, norm = layer.inputs(x, layer.params.attn_norm)
-    if p.qkv is None:
-        return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm), pos)
-    (product,) = projection(x, p.qkv, norm=norm)
-    ends = p.q.shape[0], p.q.shape[0] + p.k.shape[0]
-    return split_heads(layer, jnp.split(product, ends, axis=-1), pos)
-
-
-def joined(params: Params) -> Params:
-    """Parameters with each layer's q, k and v matrices copied into one, for loops of many steps.
-
-    Matmuls with the few outputs of keys and values leave most of a GPU idle. With 256 rows and Llama-3.1-8B's shape on an
-    H100, one matmul takes 42 us where three take 61. Quantised matrices and recurrent layers are left as they are.
-    """
-
-    def of_block(block: Block) -> Block:
-        p = block.attn
-        if not isinstance(p, Attention):
-            return block
-        matrices = [w for w in (p.q, p.k, p.v) if not isinstance(w, QuantizedMatrix)]
-        if len(matrices) < 3:
-            return block
-        # Otherwise XLA multiplies by the parts.
-        qkv = jax.lax.optimization_barrier(jnp.concatenate(matrices))
-        return dataclasses.replace(block, attn=dataclasses.replace(p, qkv=qkv))
-
-    return dataclasses.replace(params, layers=tuple(map(of_block, params.layers)))
+    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm), pos)
 
 
 def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:

@@ -48,8 +48,7 @@ class Attention:
 
     In a gated layer, q is [2NH, D], and its rows are [query, gate] of each head.
     `q_norm` and `k_norm` are [H], or [NH] and [KH] if they are over all heads together. `sinks` are the logits of the query
-    heads' attention sinks. `qkv` is q, k and v one below the other, where a program has made it
-    (`kvjax.models.attention.joined`). Stored parameters never have it.
+    heads' attention sinks.
     """
 
     q: Matrix
@@ -63,7 +62,6 @@ class Attention:
     q_norm: Float[Array, " _"] | None = None
     k_norm: Float[Array, " _"] | None = None
     sinks: Float[Array, " N"] | None = None
-    qkv: Float[Array, "_ D"] | None = None
 
 
 @flax.struct.dataclass

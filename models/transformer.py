@@ -408,8 +408,8 @@ def _surrounded(layer: Layer, x: Float[Array, "... D"], cache: CacheLayer[Any], 
 def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) -> Fused | None:
     """One operation for the rest of `layer` and the heads of the `following` layer.
 
-    None where the model has biases, norms or factors between the matrices, where devices all-reduce between them, where
-    q, k and v are joined, or where either layer is recurrent.
+    None where the model has biases, norms or factors between the matrices, where devices all-reduce between them, or
+    where either layer is recurrent.
     """
     own, p, mlp, after = layer.params, layer.params.attn, layer.params.mlp, following.params.attn
     if not isinstance(p, Attention) or not isinstance(after, Attention) or layer.config.attention.gated:
@@ -421,7 +421,6 @@ def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) 
     if (
         layer.residual_scale != 1.0
         or shard.model > 1
-        or after.qkv is not None
         or layer.config.mlp.activation != "silu"
         or any(a is not None for a in between)
     ):

@@ -1,7 +1,6 @@
 """The decode loop does what single steps do, also where layers compress only now and then."""
 
 import dataclasses
-import re
 from functools import partial
 
 import flax.struct
@@ -128,19 +127,6 @@ def test_cublas_multiplies_many_rows_by_float_weights(tiny, monkeypatch):
     for reading in (decoding.prefill, decoding.extend, serving.read, serving.read_block):
         assert options(reading, 1, tiny) == MATMUL_OPTIONS
         assert options(reading, 1, quantized) == {}
-
-
-@pytest.mark.parametrize(("platform", "rows", "joint"), [("gpu", 17, True), ("gpu", 16, False), ("tpu", 17, False)])
-def test_many_rows_on_a_gpu_are_multiplied_by_joined_matrices(tiny, platform, rows, joint, monkeypatch):
-    monkeypatch.setattr(decoding, "target", lambda: Target(platform, "NVIDIA H100"))
-    specs = cache.layer_specs(tiny.config, rows, 14, STEPS, jnp.float32)
-    state = decoding.empty(Full(), specs, jnp.zeros(rows, jnp.uint32))
-    ends = jnp.asarray([-1], jnp.int32)
-    step = jax.jit(lambda *given: decoding._decode(*given), static_argnums=(0, 1, 5))
-    text = step.lower(Full(), specs, tiny, state, jnp.int32(1), Greedy(), ends).as_text()
-    made = re.findall(r"concatenate.*-> tensor<128x48xf32>", text)
-    assert len(made) == (len(specs) if joint else 0)
-    assert len(re.findall(r"dot_general.*tensor<32x48xf32>", text)) == (0 if joint else 2 * len(specs))
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -20,9 +20,7 @@ from kvjax._util.any_rank import any_rank
 from kvjax._util.arguments import shown
 from kvjax.cache import LayerSpec, Shard, bucket
 from kvjax.models import Params, transformer
-from kvjax.models.attention import joined
 from kvjax.models.sharding import is_of_one_process, partitions
-from kvjax.pallas_kernels.device import target
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy
 from kvjax.runtime import mesh
@@ -195,8 +193,6 @@ def decode_loop(
     """
     compression = Compression(policy, specs)
     layers = compression.layers
-    if target().platform == "gpu" and specs[0].batch > FEW_ROWS:
-        params = joined(params)
 
     def body(loop: Loop, waiting: Any = None) -> Loop:
         i, state, *buffers = loop

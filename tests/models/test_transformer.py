@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.conversion.state_dict import quantize_weights
 from kvjax.models import Params
-from kvjax.models.attention import heads_of, joined, split_heads
+from kvjax.models.attention import split_heads
 from kvjax.models.layer import layers_of
 
 
@@ -27,18 +26,3 @@ def test_biases_are_added(tiny: Params) -> None:
     np.testing.assert_allclose(got_q, (q + q_bias).reshape(2, 3, 4, 16), rtol=1e-6)
     np.testing.assert_allclose(got_k, (k + k_bias).reshape(2, 3, 2, 16), rtol=1e-6)
     np.testing.assert_array_equal(got_v, k.reshape(2, 3, 2, 16))
-
-
-def test_joined_matrices_give_the_same_heads(tiny: Params) -> None:
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 48)).astype(np.float32))
-    pos = jnp.zeros((3,), jnp.int32)
-    both = joined(tiny)
-    assert both.layers[0].attn.qkv is not None
-    assert both.layers[0].attn.qkv.shape == (128, 48)
-    for layer, other in zip(layers_of(tiny), layers_of(both), strict=True):
-        for one, two in zip(heads_of(layer, x, pos)[:3], heads_of(other, x, pos)[:3], strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
-
-
-def test_quantised_matrices_are_not_joined(tiny: Params) -> None:
-    assert all(block.attn.qkv is None for block in joined(quantize_weights(tiny, "int8")).layers)
