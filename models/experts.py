@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Shard
 from kvjax.config import MoEConfig
-from kvjax.pallas_kernels import expert_mlp, projection
+from kvjax.pallas_kernels import best_experts, expert_mlp, projection
 from kvjax.pallas_kernels.experts.tiles import Biases
 
 from .layer import Layer, biased
@@ -43,19 +43,17 @@ def route(
 
     Logits of a softmax router, and the weights, have the type of `x`. Those of a sigmoid router are in float32.
     """
-    if config.router == "sigmoid":
-        wide = None if bias is None else bias.astype(jnp.float32)
-        weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], wide))
-    else:
-        weights = jax.nn.softmax(biased(projection(x, router)[0], bias).astype(jnp.float32), axis=-1)
+    if config.router == "softmax":
+        logits = biased(projection(x, router)[0], bias)
+        return best_experts(logits, config.per_token, normalized=config.normalized, scale=config.output_scale)
+    wide = None if bias is None else bias.astype(jnp.float32)
+    weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], wide))
     choice = weights if choice_bias is None else weights + jnp.broadcast_to(choice_bias, weights.shape)
     _, experts = jax.lax.top_k(_in_best_groups(config, choice), config.per_token)
     weights = jnp.take_along_axis(weights, experts, axis=-1)
     if config.normalized:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    weights = weights if config.output_scale == 1.0 else weights * config.output_scale
-    kept = weights if config.router == "sigmoid" else weights.astype(x.dtype).astype(jnp.float32)
-    return experts.astype(jnp.int32), kept
+    return experts.astype(jnp.int32), weights * config.output_scale
 
 
 def _in_best_groups(config: MoEConfig, choice: Float[Array, "R E"]) -> Float[Array, "R E"]:

@@ -1,4 +1,4 @@
-"""Distil a model with a small cache towards its own full cache; on a CPU, sixty updates of the default model take about ten minutes.
+"""Distil a model with a small cache towards its own full cache; on a CPU, sixty updates of the default model take ten to twenty minutes.
 
     python -m reproduction.distillation --text BOOK.txt --heldout OTHER.txt
 
@@ -207,7 +207,7 @@ def text(content: Mapping[str, Any]) -> str:
     )
 
 
-SECTION = Section("howto/training.md", "The default model in ten minutes", "distillation", text)
+SECTION = Section("howto/training.md", "An example: the default model on a CPU", "distillation", text)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
 """Lists of prompts through running batches: each prompt gives what it gives alone, whatever the list."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policies import PolicyError
+from kvjax.cache import Shard
+from kvjax.config import PRESETS
+from kvjax.models import abstract
+from kvjax.policies import Full, PolicyError
 from kvjax.runtime import many, rows
 from kvjax.runtime.batch import Batch
 
@@ -94,7 +99,7 @@ def test_rows_are_as_many_as_fit(tiny, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "spare", "continuous"), [([50] * 6, 9, False), ([50] * 6, 1, True), ([5] * 5 + [50], 9, True)]
+    ("lengths", "spare", "continuous"), [([50] * 6, 1.2, False), ([50] * 6, 0.8, True), ([5] * 5 + [50], 9, True)]
 )
 def test_prompts_alike_that_fit_together_start_together(lengths, spare, continuous, tiny, monkeypatch, caplog):
     """Not if memory has too little to spare for their prefill, nor if most of it would be padding."""
@@ -103,13 +108,25 @@ def test_prompts_alike_that_fit_together_start_together(lengths, spare, continuo
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny))
     config = tiny.config
     prefill = sum(lengths) * (3 * config.hidden_size + 2 * config.intermediate_size) * 4 * 3
-    monkeypatch.setattr(many, "memory_limit", lambda shard: weights + 8 * row + spare * prefill)
+    monkeypatch.setattr(many, "memory_limit", lambda shard: (weights + 6 * row + spare * prefill) / many.SHARE)
     given = [list(range(1, 1 + length)) for length in lengths]
     with caplog.at_level("INFO", logger=many.__name__):
         results = kvjax.generate(tiny, given, max_new_tokens=4, ignore_eos=True)
     assert (" prompts through " in caplog.text) == continuous
     for prompt, result in zip(given, results, strict=True):
         assert result.tokens == kvjax.generate(tiny, prompt, max_new_tokens=4, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize(("rows", "fit"), [(8, True), (9, False)])
+def test_experts_need_little_memory_in_prefill(rows, fit, monkeypatch):
+    """Qwen3-30B-A3B with 61 GB of weights and full caches of 16k tokens, on a GPU of 80 GB."""
+    params = abstract(PRESETS["qwen3-30b-a3b"], "bfloat16")
+    request = SimpleNamespace(max_new_tokens=513, ends=(2,), sampler=SimpleNamespace(filters=()))
+    row = SimpleNamespace(prompt=[1] * 16_384, question=[], request=request)
+    options = {"mesh": None, "prefill_block": None, "room": 0, "max_total_tokens": None}
+    run = SimpleNamespace(params=params, policy=Full(), rows=[row] * rows, shard=Shard(), **options)
+    monkeypatch.setattr(many, "memory_limit", lambda shard: 80_700_000_000)
+    assert many._all_fit(run, 16_384) == fit
 
 
 def test_one_row_that_does_not_fit_is_refused_before_it_runs(tiny, monkeypatch):

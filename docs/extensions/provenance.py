@@ -28,6 +28,7 @@ PAGES = {
     "howto/from_kvpress": ("peer-quality*", "peer-float32*"),
     "howto/weights": ("decode-weights*", "fits-v5e*", "weights-quality*", "weights-error*"),
     "howto/servers": ("soak*",),
+    "howto/training": ("distillation*",),
     "howto/several_devices": ("decode-two*", "long-context-two*", "timeline*", "fits-llama-70b*"),
 }
 """Patterns of the names of each page's result files, in `benchmarks/results` and `reproduction/results`."""

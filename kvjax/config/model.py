@@ -189,7 +189,7 @@ class MoEConfig:
         activation: activation of the gates.
         router: how the router turns logits into weights.
         groups, groups_per_token: number of groups of consecutive experts, and of those that a token's experts are chosen
-            from. The chosen groups have the highest sum of two experts.
+            from. The chosen groups have the highest sum of two experts. A softmax router has one group.
         output_scale: factor on the weights of a token's experts, after `normalized`.
         bias: whether the router and each expert's projections have a bias.
     """
@@ -211,6 +211,8 @@ class MoEConfig:
         _at_least_one(self, "experts", "per_token", "width", "groups", "groups_per_token")
         if self.per_token > self.experts:
             raise ValueError(f"per_token={self.per_token} must be at most experts={self.experts}")
+        if self.router == "softmax" and self.groups > 1:
+            raise ValueError(f"groups={self.groups} need router='sigmoid'; a softmax router has groups=1")
         if self.experts % self.groups or (self.groups > 1 and self.experts < 2 * self.groups):
             raise ValueError(f"groups={self.groups} must divide experts={self.experts} into groups of at least 2")
         if self.groups_per_token * self.experts < self.per_token * self.groups or self.groups_per_token > self.groups:

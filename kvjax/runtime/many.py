@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from rich.filesize import decimal
 
 from kvjax.cache import Shard, bucket
+from kvjax.config import MLPConfig, MoEConfig
 from kvjax.models import Params
 from kvjax.models.sharding import along_data, bytes_per_device
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
@@ -35,9 +36,12 @@ AT_ONCE = 16_384
 ALIKE = 0.75
 """Longer lists do so too if the padded prompts have this share of tokens, and if all caches and the prefill fit."""
 
-PREFILL_FACTOR = 4
-"""Bytes that prefill needs per token, divided by those of the residual stream, its norm and the MLP. An H100 needed 3 with
-Llama-3.1-8B's shape.
+EXPERT_TOKENS = 4096
+"""Maximum number of tokens whose experts' hidden units are in memory together."""
+
+PREFILL_FACTOR = 3
+"""Bytes that prefill needs per token, divided by those of the residual stream, its norm and the MLP; measured with
+Llama-3.1-8B's shape on an H100.
 """
 
 STEPS = 16
@@ -115,11 +119,18 @@ def _all_fit(run: Run, longest: int) -> bool:
         tokens = count * run.prefill_block
     else:
         tokens = longest * rows_together(batch.policy, batch.specs, count, longest)
-    width = 3 * config.hidden_size + 2 * max(kind.mlp.active_width for kind in config.kinds) // run.shard.model
     itemsize = run.params.dtype.itemsize
+    hidden = max(_units(kind.mlp, tokens) for kind in config.kinds) // run.shard.model
+    prefill = PREFILL_FACTOR * (3 * config.hidden_size * tokens + 2 * hidden) * itemsize
     # Some policies keep all keys and values of the prompts until they compress.
-    prefill = PREFILL_FACTOR * tokens * width * itemsize + config.cache_bytes_per_token(itemsize) * tokens
-    return bytes_per_device(run.params) + count * batch.row_bytes + prefill <= SHARE * limit
+    compresses = batch.row_bytes < config.cache_bytes(longest, itemsize) // run.shard.heads
+    whole = config.cache_bytes_per_token(itemsize) * tokens if compresses else 0
+    return bytes_per_device(run.params) + count * batch.row_bytes + prefill + whole <= SHARE * limit
+
+
+def _units(mlp: MLPConfig | MoEConfig, tokens: int) -> int:
+    """Hidden units of a layer that are in memory together while it reads so many tokens."""
+    return mlp.active_width * (min(tokens, EXPERT_TOKENS) if isinstance(mlp, MoEConfig) else tokens)
 
 
 def through_batches(run: Run) -> Iterator[list[int]]:

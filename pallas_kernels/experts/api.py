@@ -1,6 +1,4 @@
-"""Public function. Its `Op` picks a Triton kernel or XLA."""
-
-from typing import Any
+"""Public functions. Their `Op`s pick a Triton kernel or XLA."""
 
 from jaxtyping import Array, Float, Int
 
@@ -8,17 +6,38 @@ from ..op import Implementation, Op
 from ..projection import Matrix
 from .tiles import Biases
 
+_BEST = Op("best_experts", __name__, gpu=("best_experts_pallas_triton",))
+_MLP = Op("expert_mlp", __name__, gpu=("few_pairs_pallas_triton", "many_pairs_pallas_triton"))
 
-def _prefer_xla_reason(*_: Any, **__: Any) -> str:
-    return "the kernels were compiled for GPUs and interpreted, but they have not run on one"
 
+def best_experts(
+    logits: Float[Array, "R E"],
+    count: int,
+    *,
+    normalized: bool = False,
+    scale: float = 1.0,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> tuple[Int[Array, "R k"], Float[Array, "R k"]]:
+    """Choose the experts with the highest weights, the weights being a softmax over all experts.
 
-_OP = Op(
-    "expert_mlp",
-    __name__,
-    gpu=("few_pairs_pallas_triton", "many_pairs_pallas_triton"),
-    prefer_xla_reason=_prefer_xla_reason,
-)
+    Args:
+        logits: the router's outputs. The softmax is in float32.
+        count: experts per token.
+        normalized: divide a token's weights by their sum.
+        scale: factor of the weights.
+        implementation: which implementation computes it, see `kvjax.pallas_kernels.op`.
+        interpret: run the Pallas kernel in interpret mode, on any device.
+
+    Returns:
+        Each token's experts, the best first, and their weights. Of equal weights the first expert's wins. Weights are
+        rounded to the type of the logits and returned in float32.
+
+    Raises:
+        Unsupported: the requested implementation does not support this case.
+    """
+    options = {"implementation": implementation, "interpret": interpret}
+    return _BEST(logits, count=count, normalized=normalized, scale=scale, **options)
 
 
 def expert_mlp(
@@ -49,7 +68,7 @@ def expert_mlp(
         activation: "silu", "gelu_tanh" or "clamped_swiglu", see `kvjax.pallas_kernels.activations`. XLA computes the last.
         total: number of experts of which the matrices have a part, in which case some of a token's experts are ignored.
             None if they have all.
-        implementation: "auto" is XLA until the Pallas kernels for GPUs ("gpu") have run on one.
+        implementation: which implementation computes it, see `kvjax.pallas_kernels.op`.
         interpret: run the Pallas kernels in interpret mode, on any device.
 
     Returns:
@@ -59,4 +78,4 @@ def expert_mlp(
         Unsupported: the requested implementation does not support this case.
     """
     options = {"activation": activation, "total": total, "implementation": implementation, "interpret": interpret}
-    return _OP(x, experts, weights, gate, up, down, biases, **options)
+    return _MLP(x, experts, weights, gate, up, down, biases, **options)

@@ -86,7 +86,13 @@ def expert_mlp(
 def _sizes(pairs: int, experts: int, dim: int, width: int) -> dict[str, int]:
     """Return block sizes: tiles as large as the load of an expert allows."""
     size = tile_size(pairs, experts, 16, 128)
-    default = {"pairs": size, "columns": 64, "inputs": 64, "warps": 8 if size > 64 else 4, "stages": 3}
+    default = {
+        "pairs": size,
+        "columns": 64 if size < 64 else 128,
+        "inputs": 64,
+        "warps": 8 if size > 64 else 4,
+        "stages": 4,
+    }
     return tuned("expert_mlp", {"pairs": pairs, "experts": experts, "inputs": dim, "hidden": width}, default)
 
 

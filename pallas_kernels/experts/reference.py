@@ -1,6 +1,6 @@
-"""XLA reference of `expert_mlp`.
+"""XLA references of `expert_mlp` and `best_experts`.
 
-`Op` in `api.py` calls it if no kernel supports the case. Kernels must match it, up to rounding.
+`Op` in `api.py` calls them if no kernel supports the case. Kernels must match it, up to rounding.
 
 Pairs of a token and one of its experts are sorted by expert and cut into tiles of one expert each. A loop over the tiles
 reads the expert's matrices from the stacked ones. The few pairs of a decoding step have a tile each, so that only their
@@ -25,6 +25,17 @@ FEW_PAIRS = 128
 
 SMALLEST_TILE, LARGEST_TILE = 8, 256
 """Pairs of a tile, where there are more of them."""
+
+
+def best_experts(
+    logits: Float[Array, "R E"], *, count: int, normalized: bool, scale: float
+) -> tuple[Int[Array, "R k"], Float[Array, "R k"]]:
+    """Choose each token's experts; see the public function."""
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
+    if normalized:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    weights = weights if scale == 1.0 else weights * scale
+    return experts.astype(jnp.int32), weights.astype(logits.dtype).astype(jnp.float32)
 
 
 def expert_mlp(

@@ -1,11 +1,11 @@
-"""The MLPs of a mixture of experts, by every implementation, against their definition in float64."""
+"""The choice of experts and their MLPs, by every implementation, against their definition in float64."""
 
 import jax
 import numpy as np
 import pytest
 from arrays import to_jax
 
-from kvjax.pallas_kernels import expert_mlp
+from kvjax.pallas_kernels import best_experts, expert_mlp
 from kvjax.pallas_kernels.experts import many_pairs_pallas_triton as many_pairs
 from kvjax.pallas_kernels.experts.tiles import tiles
 from kvjax.pallas_kernels.op import Unsupported
@@ -118,3 +118,29 @@ def test_tiles_cover_each_pair_once(size):
             assert all(ordered[place] == expert for place in places)
             seen += places
         assert sorted(seen) == list(range(np.sum(own < 5)))
+
+
+def chosen(logits, count, normalized, scale):
+    """The best experts of each token, first those with the highest weights, and their weights."""
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    weights = powers / powers.sum(1, keepdims=True)
+    order = np.argsort(-weights, axis=1, kind="stable")[:, :count]
+    best = np.take_along_axis(weights, order, 1)
+    return order, scale * (best / best.sum(1, keepdims=True) if normalized else best)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize(
+    ("experts", "count", "normalized", "scale"), [(128, 8, True, 1.0), (60, 4, False, 1.5), (6, 6, True, 1.0)]
+)
+def test_the_best_experts_by_definition(experts, count, normalized, scale, implementation):
+    """Equal logits are among them, of which the first expert's wins, and one of them is of no use to anybody."""
+    logits = np.random.default_rng(experts).integers(-6, 6, size=(19, experts)).astype(np.float32)
+    logits[:, 1] = -np.inf
+    given = to_jax(logits, "bfloat16")
+    wanted, weights = chosen(logits.astype(np.float64), count, normalized, scale)
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    got, values = best_experts(given, count, normalized=normalized, scale=scale, **options)
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_allclose(values, weights, rtol=0.004)
+    assert (np.asarray(values) == np.asarray(to_jax(np.asarray(values), "bfloat16"), np.float32)).all()
