@@ -59,6 +59,7 @@ def main() -> None:
             prompts = [random.integers(0, config.vocab_size - 300, prompt).tolist() for _ in range(rows)]
             row: dict[str, Any] = {
                 **about,
+                "shape": args.shape,
                 "policy": policy,
                 "prompt": prompt,
                 "rows": rows,
@@ -159,7 +160,7 @@ def _keep(path: Path, row: dict[str, Any]) -> None:
     from benchmarks import report
 
     header, rows = report.begun(path, report.header(weights="random"))
-    same = ("program", "policy", "prompt", "rows", "layers", "devices", "device")
+    same = ("program", "shape", "policy", "prompt", "rows", "layers", "devices", "device")
     report.write(path, header, [*(old for old in rows if any(old[key] != row[key] for key in same)), row])
 
 

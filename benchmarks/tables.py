@@ -304,6 +304,7 @@ def public_calls() -> str:
     """TTFT, and TPOT where it was measured, of calls of `kvjax.generate` on an H100, one row per case."""
     lines = [
         [
+            f"`{row['shape']}`",
             f"`{row['policy']}`",
             _case(row["prompt"], row["rows"]),
             f"{row['ttft_s']:.3f}",
@@ -311,7 +312,7 @@ def public_calls() -> str:
         ]
         for row in rows("first-token-h100.json")
     ]
-    return report.table(["policy", "prompt × rows", "TTFT, s", "TPOT, ms"], lines)
+    return report.table(["shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms"], lines, "lllr")
 
 
 def requests() -> str:
