@@ -6,7 +6,7 @@
 
 A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. TTFT is the wall
 clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for n tokens. Each t
-is the median of 5 calls after one that is not counted. Both programs get lists of token ids, and neither stops early.
+is the median of 5 calls after one that is not counted. `bound_ms` is the bandwidth bound of a step with the full cache. Both programs get lists of token ids, and neither stops early.
 Run them one after the other, so that each has the GPU to itself. `--peer` adds the lines that the other one printed.
 """
 
@@ -72,6 +72,8 @@ def main() -> None:
                     long = _seconds(generate, prompts, NEW)
                     row |= {"calls_513": long}
                     row["tpot_ms"] = 1e3 * (statistics.median(long) - row["ttft_s"]) / (NEW - 1)
+                    if policy == "full" and args.devices == 1:
+                        row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"])
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)
@@ -93,6 +95,19 @@ def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> list[flo
         generate(prompts, new)
         times.append(time.perf_counter() - start)
     return times
+
+
+def _bound_ms(config: ModelConfig, prompt: int, rows: int, device: str) -> float | None:
+    """Milliseconds to read the weights and the full caches, halfway through the answers; None if the bandwidth is not known.
+
+    Experts count as if the router chose at random.
+    """
+    from kvjax.bench.floor import bandwidth, weight_bytes
+    from kvjax.models import abstract
+
+    rate = bandwidth(device)
+    read = weight_bytes(abstract(config, "bfloat16"), rows) + rows * config.cache_bytes(prompt + NEW // 2, 2)
+    return None if rate is None else 1e3 * read / rate
 
 
 def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str, Generate, dict[str, Any]]]:

@@ -6,8 +6,8 @@
     python -m benchmarks.kernels --tune projection --shape ": 1 x" --dtype int8 --rules rules.json   # writes them as rules for `tuned/`
 
 Every variant is first compared with float64 NumPy on new random inputs. The bound of a row (`floor`) is the larger of
-two times: its bytes divided by the memory bandwidth, and its operations divided by the rate of the matrix units. Both
-rates are those of the data sheet (`--bandwidth`, `--flops`).
+two times: its bytes divided by the memory bandwidth, and its operations divided by the rate of the matrix units. The
+bandwidth is that of the device's data sheet, and the rate that of Hopper GPUs (`--bandwidth`, `--flops`).
 """
 
 import argparse
@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks import kernel_cases, report
 from benchmarks.kernel_cases.case import Case
 from kvjax._util import files
+from kvjax.bench.floor import bandwidth
 
 INPUTS = 3
 """Number of sets of inputs. Calls alternate between them, so that inputs are not in the device's cache."""
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="", help="only this type")
     parser.add_argument("--variant", default="", help="only variants with block sizes whose names contain this")
     parser.add_argument("--rules", type=Path, help="file of rules; those of the best sizes are added at its beginning")
-    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second (H200: 4.8e12)")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second (by default the data sheet's)")
     parser.add_argument("--flops", type=float, default=989e12, help="operations per second (H200, bfloat16: 989e12)")
     parser.add_argument("--seconds", type=float, default=0.05, help="device time of each of 5 measurements")
     parser.add_argument("--threads", type=int, default=8, help="number of programs that compile at the same time")
@@ -49,6 +50,10 @@ def main() -> None:
     args = parser.parse_args()
     if jax.default_backend() == "cpu":  # XLA would hoist the timed computation out of its loop
         parser.error("kernels are not timed on a CPU. Run this where JAX finds a GPU or TPU")
+    kind = jax.devices()[0].device_kind
+    args.bandwidth = args.bandwidth or bandwidth(kind)
+    if args.bandwidth is None:
+        parser.error(f"the memory bandwidth of {kind} is not known; give --bandwidth")
     out = args.out or Path(f"benchmarks/results/kernels-{report.device_slug()}.json")
     header = report.header(bandwidth=args.bandwidth, flops=args.flops, tune=args.tune)
     cases = [(module, case) for module in kernel_cases.modules() for case in kernel_cases.cases(module)]
