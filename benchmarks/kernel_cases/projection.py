@@ -1,7 +1,7 @@
 """Benchmark cases of `projection` and `gated_projection`, the matmuls of a decode step (every model).
 
 With the norms, gates and residuals around them, at Llama-3.1-8B's shapes. At batch 1, a step spends most of its time in
-them.
+them. In bfloat16 also at the shapes of Qwen3-30B-A3B's attention.
 
 `benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
@@ -32,13 +32,19 @@ LAYERS = (
 )
 """Name, outputs of each matrix, inputs."""
 
+SMALL_LAYERS = ("q, k and v", (4096, 512, 512), 2048), ("attention's output", (2048,), 4096)
+"""As `LAYERS`, of Qwen3-30B-A3B."""
+
 KINDS = {"bfloat16": "float", "int8": "int8", "int4": "int4"}
 """Type of the weights, and its name in the rules of block sizes."""
 
 
 def cases() -> Iterator[Case]:
     """Normal weights [outputs, inputs]. Output projections add a residual, the others norm their inputs."""
-    for (name, outputs, depth), rows, kind in product(LAYERS, (1, 8), KINDS):
+    for (name, outputs, depth), rows, kind in [
+        *product(LAYERS, (1, 8), KINDS),
+        *product(SMALL_LAYERS, (1, 8), ["bfloat16"]),
+    ]:
         gated = name == "gate and up"
         way = partial(_way, gated, name in ("attention's output", "down"))
         sizes = {f"gpu {' '.join(map(str, sizes.values()))}": sizes for sizes in _candidates(rows, depth, kind)}
