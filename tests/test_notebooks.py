@@ -14,10 +14,17 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMIT = 600 * 1024
 """Bytes of a notebook with its outputs."""
 
-BY_SHARE = ("chat_history", "compare_policies", "long_context_tpu", "quickstart", "your_own_policy")
+BY_SHARE = (
+    "chat_history",
+    "compare_policies",
+    "long_context_tpu",
+    "quickstart",
+    "what_a_policy_keeps",
+    "your_own_policy",
+)
 """Notebooks of which a CI run executes one with the whole model. The others run with two of its layers, in a fifth of the time.
 
-`convert_and_share` compiles little, and `what_a_policy_keeps` needs the profiles of all layers, so both always run as they are.
+`convert_and_share` compiles little, so it always runs as it is.
 """
 
 
