@@ -22,6 +22,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.rotating  # one policy of each family is among the default tests
 @pytest.mark.parametrize("policy", EVERY)
 def test_groups_of_rows_leave_what_all_rows_leave(policy: Policy, tiny, monkeypatch) -> None:
     policy = policy.bind(tiny.config)

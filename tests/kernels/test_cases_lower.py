@@ -17,6 +17,7 @@ CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu"
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operation}, {case.shape}, {case.dtype}")
 def test_the_body_is_there(case):
     """Lowered with a kernel of ours, where XLA is not as fast."""

@@ -62,6 +62,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert largest_difference(model, oracles.converted(model), LONGER.get(name, LENGTHS)) <= most
 
 
+@pytest.mark.rotating  # the test above compares each architecture's logits in every run
 @pytest.mark.parametrize(
     "name", [n if n in DECODED_FIRST else pytest.param(n, marks=pytest.mark.slow) for n in oracles.ARCHITECTURES]
 )

@@ -484,6 +484,7 @@ def said(layer: Any, state: Any) -> Any:
     return dataclasses.replace(state, centroids=centroids, starts=np.where(used, state.starts, 0))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "policy",
     quick(
@@ -560,6 +561,7 @@ def kinds(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(kind, marks=marks[kind in names]) for kind in KINDS])
 
 
+@pytest.mark.rotating  # `test_equals_the_definition` reads ragged rows of each kind, in every run
 @kinds("chunkkv")
 def test_rows_are_read_as_if_alone(name):
     (policy, _), heads, kv_heads, layer = CASES[name]
@@ -579,6 +581,7 @@ def test_rows_are_read_as_if_alone(name):
                 np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.rotating
 @kinds("snapkv", "clusterkv")
 def test_decoding_goes_on_from_blocks(name):
     """A new token is held beside what was kept of the text, and attends to all of it, or to what a sparse method selects."""

@@ -150,6 +150,7 @@ def test_ample_budget_is_the_full_cache(name: str, policy: Policy) -> None:
     plain.test_ample_budget_is_the_full_cache(bound(policy, model(name)), model(name))
 
 
+@pytest.mark.rotating  # as the tests below that are marked so: the others read and decode with each representative in every run
 @over_models(plain.TIGHT)
 def test_rows_are_independent(name: str, policy: Policy) -> None:
     fits = policy.info.refits_values
@@ -188,12 +189,14 @@ def test_one_block_is_the_prompt(name: str, policy: Policy) -> None:
     np.testing.assert_allclose(whole.logprobs, block.logprobs, atol=2e-5)
 
 
+@pytest.mark.rotating
 @over_models([policy for policy in plain.TIGHT if "offloaded" not in policy.info.name])
 def test_rows_of_a_running_batch_are_those_of_the_row_alone(name: str, policy: Policy) -> None:
     """Tokens and all arrays of the caches, bit for bit, whichever rows are inserted beside."""
     check(*lone(bound(policy, model(name)), model(name)), range(2))
 
 
+@pytest.mark.rotating
 @over_models(plain.TIGHT)
 def test_a_session_is_the_same_in_pieces(name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, turn = plain.PROMPTS[0], [3, 1, 4, 1, 5, 9, 2]

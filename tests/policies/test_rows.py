@@ -19,6 +19,7 @@ def marked(seed: int) -> Any:
     return pytest.param(seed, marks=pytest.mark.slow if seed < SLOW else pytest.mark.long)
 
 
+@pytest.mark.rotating  # the fast sample is among the default tests
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(CASES)])
 def test_rows_are_what_they_are_alone(seed):
     case = draw(seed)
