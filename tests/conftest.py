@@ -73,6 +73,22 @@ def pytest_configure(config: pytest.Config) -> None:
     quick_programs.keep_programs(Path(os.environ[quick_programs.FOLDER]))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file with the same policy run one after the other, so that each finds what the one before it compiled.
+
+    Otherwise programs are dropped before the last test that runs them, where those of all policies together are too many.
+    """
+    first = dict[tuple[Path, str], int]()
+
+    def place(indexed: tuple[int, pytest.Item]) -> int:
+        index, item = indexed
+        call = getattr(item, "callspec", None)
+        return first.setdefault((item.path, call.id), index) if call and "policy" in call.params else index
+
+    items[:] = [item for _, item in sorted(enumerate(items), key=place)]
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, so the garbage collector need not look through it, at each time, for the rest of the run.
 
