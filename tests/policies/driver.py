@@ -80,7 +80,7 @@ class Case:
             scale=dim**-0.5,
         )
 
-    def rows(self, at: slice) -> "Case":
+    def rows(self, at: slice | list[int]) -> "Case":
         """Some of the rows, as a batch of their own."""
         return Case(self.q[at], self.k[at], self.v[at], self.lengths[at], self.steps)
 

@@ -1,6 +1,7 @@
 """The invariants of every policy, checked on each one that is registered."""
 
 import copy
+import functools
 import re
 from functools import partial
 
@@ -126,6 +127,16 @@ def test_steps_copy_no_cache(policy, tiny):
         )
 
 
+@functools.cache
+def all_rotated(seed: int) -> np.ndarray:
+    """The keys of `case(seed)` with the rotary embedding of their places, [B, S, K, H]."""
+    inputs = case(seed)
+    turned = np.empty(inputs.k.shape)
+    for row, pos, head in np.ndindex(*inputs.k.shape[:3]):
+        turned[row, pos, head] = rotate(inputs.spec.rope, inputs.k[row, pos, head], pos)
+    return turned
+
+
 # 3. Kept slots hold exactly the keys and values of the positions they claim; weights sum to what they stand for.
 
 
@@ -140,32 +151,28 @@ def test_slots_hold_what_they_claim(policy):
         rounding = max(np.abs(inputs.k).max(), np.abs(inputs.v).max()) / 16
     if "turboquant" in info.name:  # a tenth of a vector of 8 numbers, more or less
         rounding = 0.2 * max(np.linalg.norm(x, axis=-1).max() for x in (inputs.k, inputs.v))
-    turned = {}  # (row, position, head) to the rotated key: most slots stay from state to state
+    turned = all_rotated(21)
     for state in run(policy, inputs)[2]:
         slots = jax.tree.map(np.asarray, policy.layer(inputs.spec).view(state))
-        keys, held_keys, values, held_values = [], [], [], []
-        for row, head, slot in zip(*np.nonzero(slots.weight), strict=True):
-            pos = slots.pos[row, head, slot]
-            assert 0 <= pos < slots.seen[row]
-            if (
-                slots.weight[row, head, slot] > 1 and not info.refits_values
-            ):  # a mean of tokens, see test_merged_slots_hold_all_tokens
-                assert info.merges
-                continue
-            key, held = inputs.k[row, pos, head], slots.k[row, head, slot]
-            if by_part or info.positions == "original":
-                place = int(row), int(pos), int(head)
-                if place not in turned:
-                    turned[place] = rotate(inputs.spec.rope, key, pos)
-                key = min(key, turned[place], key=lambda k: np.abs(k - held).max()) if by_part else turned[place]
-            keys.append(key)
-            held_keys.append(held)
-            values.append(inputs.v[row, pos, head])
-            held_values.append(slots.v[row, head, slot])
+        live = slots.weight > 0
+        row, head, slot = np.nonzero(slots.weight)
+        assert (slots.pos[row, head, slot] >= 0).all()
+        assert (slots.pos[row, head, slot] < slots.seen[row]).all()
+        if not info.refits_values:  # a mean of tokens, see test_merged_slots_hold_all_tokens
+            alone = slots.weight[row, head, slot] <= 1
+            assert alone.all() or info.merges
+            row, head, slot = row[alone], head[alone], slot[alone]
+        pos = slots.pos[row, head, slot]
+        keys, held_keys = inputs.k[row, pos, head], slots.k[row, head, slot]
+        values, held_values = inputs.v[row, pos, head], slots.v[row, head, slot]
+        if by_part:
+            nearer = [np.abs(each - held_keys).max(axis=-1) for each in (keys, turned[row, pos, head])]
+            keys = np.where((nearer[0] <= nearer[1])[:, None], keys, turned[row, pos, head])
+        elif info.positions == "original":
+            keys = turned[row, pos, head]
         np.testing.assert_allclose(held_keys, keys, atol=1e-5 if exact else 1.5 * rounding)
         if not (info.adds_dropped_values or info.refits_values):
             np.testing.assert_allclose(held_values, values, rtol=0, atol=0 if exact else rounding)
-        live = slots.weight > 0
         assert (np.sum(live, axis=-1) <= slots.seen[:, None]).all()
         assert (slots.pos[~live] == -1).all()
         assert info.refits_values or (np.sum(slots.weight, axis=-1) <= slots.seen[:, None]).all()
@@ -244,6 +251,7 @@ def test_rows_without_a_token_do_not_change(policy):
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
+@pytest.mark.rotating  # tests/test_rows.py has batches of each policy in every run
 @each(TIGHT, later=True)  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 def test_rows_are_independent(policy, tiny):
     fits = policy.info.refits_values  # least squares, which make differences of other shapes' rounding larger
@@ -252,14 +260,15 @@ def test_rows_are_independent(policy, tiny):
 
 @each(FRACTION)
 def test_rows_have_budgets_of_their_own(policy):
-    """A fraction is of each row's own length: a layer keeps and gives for a row what it would alone."""
+    """A fraction is of each row's own length: a layer keeps and gives for a row what it would beside copies of itself."""
     inputs = case(23)
     state, outputs, _ = run(policy, inputs)
+    batch = len(inputs.lengths)
     for i, held in enumerate(kept(policy, inputs, state)):
-        row = inputs.rows(slice(i, i + 1))
-        alone, alone_outputs, _ = run(policy, row)
-        assert kept(policy, row, alone) == [held]
-        np.testing.assert_allclose(alone_outputs[:, 0], outputs[:, i], atol=2e-5)
+        copies = inputs.rows([i] * batch)
+        alone, alone_outputs, _ = run(policy, copies)
+        assert kept(policy, copies, alone) == [held] * batch
+        np.testing.assert_allclose(alone_outputs, outputs[:, [i] * batch], atol=2e-5)
 
 
 @each(TIGHT + FRACTION)
