@@ -258,7 +258,7 @@ def chunk_count(lengths: Int[Array, " B"], budget: Int[Array, " B"], chunk: int)
 def chunk_token_hybrid(
     num_layers: int, chunks: ChunkKV | None = None, tokens: Policy | None = None, lower: int | None = None
 ) -> ByLayer:
-    """Chunks in the lower layers, single tokens in the upper ones (section 4.6 of the paper).
+    """Chunks in the lower layers, single tokens in the upper ones (ChunkKV, section 4.6).
 
     Args:
         num_layers: layers of the model.
