@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import yaml
 from policies.facts import facts_of
+from typer.testing import CliRunner
 
 import kvjax
 from benchmarks import long_file, tables
+from kvjax.cli import app
 from kvjax.policies import registry
 from reproduction import tables as quality_tables
 from reproduction.analyses import kvzip_needles
@@ -360,3 +362,27 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
         "| kvjax | `treekv:0.2` |  | 5.00 |  |",
         "| kvjax | `rkv:1024` |  |  | 4.00 |",
     ]
+
+
+def test_what_a_plan_prints_is_on_the_page_of_devices():
+    page = (ROOT / "docs/howto/devices.md").read_text(encoding="utf-8")
+    command, printed = (
+        re.search(r"```sh\nkvjax (plan .*?)\n", page),
+        re.search(r"```text\n(Devices.*?)```", page, re.DOTALL),
+    )
+    assert command is not None
+    assert printed is not None
+    result = CliRunner().invoke(app, command[1].split())
+    assert (result.exit_code, result.stdout) == (0, printed[1])
+
+
+def test_how_much_longer_than_the_bound_steps_take():
+    page = (ROOT / "docs/howto/devices.md").read_text(encoding="utf-8")
+    told = re.search(
+        r"took (\S+) to (\S+) times as long with bfloat16 weights .*?, (\S+) times with `int8` and (\S+) times with",
+        page,
+    )
+    assert told is not None
+    grid = [float(found) for found in re.findall(r"\((\d\.\d+)\)", tables.speed())]
+    low_bit = {row["weights"]: row["tpot_ms"] / row["floor_ms"] for row in tables.rows("decode-weights-h200.json")}
+    assert [f"{each:.1f}" for each in (min(grid), max(grid), low_bit["int8"], low_bit["int4"])] == list(told.groups())
