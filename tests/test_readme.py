@@ -271,6 +271,30 @@ def test_conclusions_above_the_tables_of_speed():
     assert f"costs methods that score by the last queries {min(losses)} to {max(losses)} points" in QUALITY
 
 
+def test_conclusions_above_other_tables():
+    shares = [float(found) for found in re.findall(r"\((\S+) %\)", tables.compression())]
+    assert f"Compression alone takes at most {max(shares):.0f} % of" in SPEED
+    offloaded = {row["case"]: row["tpot_ms"] for row in tables.rows("offload-h200.json") if "tpot_ms" in row}
+    once = [ms for case, ms in offloaded.items() if "gqa=" in case and case.endswith("@selected")]
+    assert len(once) == 2
+    assert max(once) < 10
+    assert f"The full cache takes {offloaded['full@selected']:.0f} ms" in SPEED
+    compiled = re.findall(r"transformers-compiled \|(?:[^|]*\|){4} (\S+)", tables.peers())
+    assert len(compiled) == 3
+    assert f"{min(compiled)} to {max(compiled)} times as fast as transformers with a static cache" in SPEED
+    quality = quality_tables.quality(quality_tables.measured_quality())
+    perplexities = {name: float(cell) for name, cell in re.findall(r"^\| `(.*?)` \| (\S+),", quality, re.MULTILINE)}
+    near = {name for name, value in perplexities.items() if value < 1.02 * perplexities["full"]}
+    assert near == {"full", "clusterkv", "catekv", "duoattention", "shadowkv", "kivi, 4 bits", "kivi, 8 bits"}
+    for name in ("knorm", "random"):
+        (line,) = re.findall(rf"^\| `{name}` .*MB \|.*$", QUALITY, re.MULTILINE)
+        assert min(map(float, re.findall(r"(\S+), \S+ %", line))) > 2 * perplexities["full"]
+    lost = dict(re.findall(r"^\| `(.*?)` \| \S+ ± \S+ \| (\S+) ±", QUALITY, re.MULTILINE))
+    assert lost["rkv"] == lost["triattention"] == "-0.8"
+    assert [f"{-float(lost[name]):.0f}" for name in ("treekv", "h2o")] == ["7", "12"]
+    assert "lose 7 to 12 points" in QUALITY
+
+
 def test_memory_does_not_grow_with_what_is_read():
     """What is in use after a tenth of a text is in use at its end."""
     marks = [row["marks"] for row in tables.rows("long-context-h200.json") if "in_use_bytes" in row["marks"][0]]
