@@ -61,6 +61,9 @@ def draw(
         retained: arrays by title.
         title: title of the figure. It is broken into two lines above a single panel.
         label: label of the colour bar.
+
+    Example:
+        >>> figure = kvjax.plots.draw({"all tokens": np.tril(np.ones((4, 12)), 8)})  # steps, positions
     """
     figures, colormaps = import_matplotlib()
     if not retained:
@@ -155,6 +158,11 @@ def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there are no runs.
+
+    Example:
+        >>> prompt, names = [5, 9, 2] * 10, ("full", "tova:8")
+        >>> stats = {name: kvjax.generate(params, prompt, name, max_new_tokens=4).stats for name in names}
+        >>> figure = kvjax.plots.costs(stats)
     """
     figures, colormaps = import_matplotlib()
     if not stats:
@@ -193,6 +201,9 @@ def coloured_text(
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw, or an array does not have one value per token.
+
+    Example:
+        >>> figure = kvjax.plots.coloured_text(["Call", " me", " Ishmael"], {"kept": np.array([1.0, 0.0, 0.5])})
     """
     figures, colormaps = import_matplotlib()
     if not shares:
@@ -407,6 +418,12 @@ def save(figure: "Figure", path: str | Path) -> None:
 
     Raises:
         ValueError: matplotlib does not support the format.
+
+    Example:
+        >>> import tempfile
+        >>> figure = kvjax.plots.coloured_text(["Call", " me"], {"kept": np.array([1.0, 0.0])})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     kvjax.plots.save(figure, f"{folder}/kept.png")
     """
     with files.writing(path) as stream:
         figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)

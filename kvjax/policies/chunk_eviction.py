@@ -268,6 +268,10 @@ def chunk_token_hybrid(
 
     Raises:
         PolicyError: `lower` is not between 0 and `num_layers`.
+
+    Example:
+        >>> [layer.chunk for layer in kvjax.chunk_token_hybrid(4, kvjax.ChunkKV(budget=512)).layers]
+        [10, 10, 1, 1]
     """
     chunks = ChunkKV() if chunks is None else chunks
     tokens = dataclasses.replace(chunks, chunk=1) if tokens is None else tokens

@@ -124,5 +124,9 @@ def critical(policy: Policy, share: float = 0.5, epsilon: float = 1e-4) -> Criti
 
     Raises:
         PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
+
+    Example:
+        >>> str(kvjax.critical(kvjax.SnapKV(budget=512)))
+        'critical(snapkv:budget=512)'
     """
     return Critical(policy, share, epsilon)
