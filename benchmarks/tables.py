@@ -93,7 +93,7 @@ def headline() -> str:
 def beside_vllm() -> str:
     """A sentence and a table: TPOT and requests per second of kvjax and vLLM. Empty if vLLM was not measured.
 
-    Only rows of the machine that vLLM's latest rows are of.
+    Only rows of the machine, shape and depth that vLLM's latest row has.
     """
     tokens = [row for row in rows("first-token-h100.json") if "tpot_ms" in row]
     equal = [row for row in rows("throughput-h100.json") if row["workload"].startswith("same ")]
@@ -102,7 +102,7 @@ def beside_vllm() -> str:
         return ""
     latest = theirs[-1]
     tokens, equal = (
-        [row for row in group if row.get("machine") == latest["machine"] and row["layers"] == latest["layers"]]
+        [row for row in group if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))]
         for group in (tokens, equal)
     )
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -126,7 +126,7 @@ def beside_vllm() -> str:
         for (program, policy), found in sorted(cells.items(), key=lambda each: each[0][0] != "vllm")
     ]
     sentence = (
-        f"**Beside vLLM on one {latest['device']}**, each with the GPU to itself: milliseconds per token by context × batch, and "
+        f"**Beside vLLM on one {latest['device']}, `{latest['shape']}`**, each with the GPU to itself: milliseconds per token by context × batch, and "
         "requests per second of equal requests (prompt + new tokens), which are all there at the start."
     )
     return f"{sentence}\n\n{report.table(['program', 'policy', *columns], lines, 'llr')}"

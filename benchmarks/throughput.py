@@ -81,7 +81,7 @@ def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
     }
 
 
-def _of_vllm(config: ModelConfig, jobs: Sequence[Job], workload: str) -> dict[str, Any]:
+def _of_vllm(config: ModelConfig, shape: str, jobs: Sequence[Job], workload: str) -> dict[str, Any]:
     """vLLM's row for equal requests."""
     prompts, new = [list(job.prompt) for job in jobs], jobs[0].max_new_tokens
     generate, about = first_token.vllm(config, len(prompts[0]) + new, devices=1)
@@ -91,6 +91,7 @@ def _of_vllm(config: ModelConfig, jobs: Sequence[Job], workload: str) -> dict[st
     seconds = time.perf_counter() - start
     return {
         **about,
+        "shape": shape,
         "workload": workload,
         "policy": "full",
         "layers": config.num_layers,
@@ -162,7 +163,7 @@ def main() -> None:
     if args.program == "vllm":
         if args.same is None:
             parser.error("vllm takes --same")
-        print(json.dumps(_of_vllm(config, jobs, workload)), flush=True)
+        print(json.dumps(_of_vllm(config, args.shape, jobs, workload)), flush=True)
         return
     out = args.out or Path(f"benchmarks/results/throughput-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))

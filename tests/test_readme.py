@@ -359,6 +359,7 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
             "machine": machine,
             "version": "1",
             "device": "a GPU",
+            "shape": "8b",
             "layers": 32,
         }
         return about | {"date": f"2026-01-0{len(machine or '')}", "prompt": 16384, "rows": 1} | more
@@ -369,6 +370,7 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
             row("kvjax", "treekv:0.2", "aa", tpot_ms=5.0, prompt=65536, rows=8),
             row("kvjax", "treekv:0.2", "b", tpot_ms=4.0),
             row("kvjax", "treekv:0.2", None, tpot_ms=3.0),
+            row("kvjax", "treekv:0.2", "aa", tpot_ms=2.0, shape="70b"),
         ],
         "throughput-h100.json": [
             row("kvjax", "rkv:1024", "aa", workload="same 256,400,4096", seconds=64.0),
