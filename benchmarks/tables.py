@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import kvjax
 from benchmarks import report
 from kvjax import pallas_kernels
 from kvjax.config import PRESETS
@@ -273,6 +274,17 @@ def fits(*names: str) -> str:
             lines.append([settings["chip"], ", ".join(kinds), policy, *(f"{size:.1f} GB" for size in sizes)])
     heads = ["chips", "layers in, embedding in", "policy", "weights", "cache", "reading", "decoding"]
     return report.table(heads, lines, "lllr")
+
+
+def planned() -> str:
+    """What `kvjax plan` finds for a 32B model with 64k tokens on an H100, one row per kind of weights. Nothing is measured."""
+    lines = []
+    for way in kvjax.plan("qwen3-32b", device="h100", context=65536):
+        sizes = way.weight_bytes, way.cache_bytes, way.workspace_bytes, way.peak_bytes
+        cells = (f"{size / 1e9:.1f} GB" for size in sizes)
+        lines.append([f"`{way.weights}`", *cells, "yes" if way.fits else "no", f"{way.floor_ms:.1f} ms"])
+    heads = ["weights in", "weights", "cache", "workspace", "peak", "fits", "bound per token"]
+    return report.table(heads, lines)
 
 
 def weights() -> str:
