@@ -6,8 +6,10 @@
 
 A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. TTFT is the wall
 clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for n tokens. Each t
-is the median of 5 calls after one that is not counted. `bound_ms` is the bandwidth bound of a step with the full cache. Both programs get lists of token ids, and neither stops early.
-Run them one after the other, so that each has the GPU to itself. `--peer` adds the lines that the other one printed.
+is the median of 5 calls after one that is not counted. `bound_ms` is the bandwidth bound of a step with the full
+cache. Both programs get lists of token ids, and neither stops early. Run them one after the other on one machine, so
+that each has the GPU to itself. `--peer` adds the lines that the other one printed. `python -m benchmarks.tables
+--write` then puts both into README.md.
 """
 
 import argparse
@@ -15,12 +17,13 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from kvjax.config import PRESETS, ModelConfig
 
 CALLS = 5
@@ -52,7 +55,11 @@ def main() -> None:
     if args.layers is not None:
         config = config.with_depth(args.layers)
     sizes = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
-    programs = _vllm(config, args, sizes) if args.program == "vllm" else _kvjax(config, args)
+    if args.program == "vllm":
+        generate, about = vllm(config, max(prompt for prompt, _ in sizes) + NEW, args.devices)
+        programs = iter([("full", generate, about)])
+    else:
+        programs = _kvjax(config, args)
     for policy, generate, about in programs:
         for prompt, rows in sizes:
             random = np.random.default_rng(0)
@@ -64,6 +71,7 @@ def main() -> None:
                 "prompt": prompt,
                 "rows": rows,
                 "layers": config.num_layers,
+                **report.measured_here(),
             }
             try:
                 first = _seconds(generate, prompts, 1)
@@ -131,9 +139,13 @@ def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str,
         yield policy, generate, about | {"device": jax.devices()[0].device_kind}
 
 
-def _vllm(
-    config: ModelConfig, args: argparse.Namespace, sizes: Sequence[tuple[int, ...]]
-) -> Iterator[tuple[str, Generate, dict[str, Any]]]:
+def vllm(config: ModelConfig, longest: int, devices: int) -> tuple[Generate, dict[str, Any]]:
+    """A vLLM with random weights, and what its rows name.
+
+    Args:
+        longest: tokens of the longest prompt with its answer.
+        devices: GPUs that share the model.
+    """
     import os
     import tempfile
 
@@ -144,36 +156,34 @@ def _vllm(
         "VLLM_USE_NCCL_SYMM_MEM": "0",
     }
     import torch
-    import vllm  # pyright: ignore[reportMissingImports]
+    import vllm as program  # pyright: ignore[reportMissingImports]
 
     from kvjax.conversion.hf_config import to_hf
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(to_hf(config) | {"torch_dtype": "bfloat16"}))
-        model = vllm.LLM(
+        model = program.LLM(
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=max(prompt for prompt, _ in sizes) + NEW + 64,
+            max_model_len=longest + 64,
             gpu_memory_utilization=0.92,
             enable_prefix_caching=False,
-            tensor_parallel_size=args.devices,
+            tensor_parallel_size=devices,
             seed=0,
         )
 
     def generate(prompts: list[list[int]], new: int) -> None:
-        sampling = vllm.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        sampling = program.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
         found = model.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         assert all(len(each.outputs[0].token_ids) == new for each in found)
 
-    about = {"program": "vllm", "version": vllm.__version__, "torch": torch.__version__, "devices": args.devices}
-    yield "full", generate, about | {"device": torch.cuda.get_device_name()}
+    about = {"program": "vllm", "version": program.__version__, "torch": torch.__version__, "devices": devices}
+    return generate, about | {"device": torch.cuda.get_device_name()}
 
 
 def _keep(path: Path, row: dict[str, Any]) -> None:
     """Put a row into a result file, in place of an earlier one of the same case."""
-    from benchmarks import report
-
     header, rows = report.begun(path, report.header(weights="random"))
     same = ("program", "shape", "policy", "prompt", "rows", "layers", "devices", "device")
     report.write(path, header, [*(old for old in rows if any(old[key] != row[key] for key in same)), row])

@@ -1,5 +1,6 @@
 """Result files of benchmarks, and the Markdown tables made of them. Result files have the same header as those of `kvjax.evals`."""
 
+import datetime
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,6 +51,15 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "lr"
     rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(heads), align[-1])[: len(heads)]]
     lines = [heads, rules, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def measured_here() -> dict[str, str | None]:
+    """The date, and the machine by the id of its current boot (None if the system has none). Only times of one machine are compared."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": boot.read_text(encoding="ascii").strip() if boot.is_file() else None,
+    }
 
 
 def alone(path: Path | None) -> AbstractContextManager[Any]:

@@ -6,10 +6,10 @@
 no request, some read slowly, and now and then many send at once. In the middle the server gets SIGTERM, has to end well,
 and starts again. Prints one JSON object, and exits with 1 if a check fails:
 
-- every answer equals that of the idle server: tokens, and log-probabilities bit for bit;
-- every request ends with an answer, a refusal that names the reason, or a closed connection during the restart;
-- nothing is compiled once the server is ready;
-- memory of the server's process after a warm-up grows by less than 1 % or 16 MB;
+- Every answer equals that of the idle server: tokens, and log-probabilities bit for bit.
+- Every request ends with an answer, a refusal that names the reason, or a closed connection during the restart.
+- Nothing is compiled once the server is ready.
+- Memory of the server's process after a warm-up grows by less than 1 % or 16 MB.
 - `/health` answers within 100 ms, for 99 % of the calls (`--health`).
 """
 

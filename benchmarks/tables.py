@@ -1,9 +1,16 @@
-"""Tables of speed and memory in README.md and docs/, made from the result files; `python -m benchmarks.tables` prints them."""
+"""Tables of speed and memory in README.md and docs/, made from the result files.
 
+`python -m benchmarks.tables` prints them. `--write` puts those of README.md, which are between comments with their
+functions' names, where they belong.
+"""
+
+import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import kvjax
 from benchmarks import report
 from kvjax import pallas_kernels
 from kvjax.config import PRESETS
@@ -65,6 +72,65 @@ def speed() -> str:
             [f"`{name}`", *(f"{row['tpot_ms']:.2f} ({row['times_floor']:.2f})" if row else "" for row in found)]
         )
     return report.table(["policy", *(_case(context, batch) for batch, context in cases)], lines)
+
+
+HEADLINE = "full", "treekv:0.2", "chunkkv:0.2", "chelsea:0.2", "clusterkv:1024", "quest:1024"
+"""Policies of `headline`."""
+
+
+def headline() -> str:
+    """TPOT of a few policies at 16k × 1 and 64k × 8, and how many times as fast as the full cache each is."""
+    cases = (16384, 1), (65536, 8)
+    found = {(_name(row), row["context"], row["batch"]): row["tpot_ms"] for row in reversed(decoded("kvjax"))}
+    lines = []
+    for policy in HEADLINE:
+        times = [found[policy, *case] for case in cases]
+        gains = [found["full", *case] / time for case, time in zip(cases, times, strict=True)]
+        cells = (f"{time:.2f} ms ({gain:.2f} ×)" for time, gain in zip(times, gains, strict=True))
+        lines.append([f"`{policy}`", *cells])
+    return report.table(["policy", *(f"{context // 1024}k, batch {batch}" for context, batch in cases)], lines)
+
+
+def beside_vllm() -> str:
+    """A sentence and a table: TPOT and requests per second of kvjax and vLLM. Empty if vLLM was not measured.
+
+    Only rows of the machine, shape and depth that vLLM's latest row has.
+    """
+    tokens = [row for row in rows("first-token-h100.json") if "tpot_ms" in row]
+    equal = [row for row in rows("throughput-h100.json") if row["workload"].startswith("same ")]
+    theirs = sorted((row for row in (*tokens, *equal) if row["program"] == "vllm"), key=lambda row: row["date"])
+    if not theirs:
+        return ""
+    latest = theirs[-1]
+    tokens, equal = (
+        [row for row in group if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))]
+        for group in (tokens, equal)
+    )
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cases = {}  # columns, and what they are sorted by
+    for row in tokens:
+        case = f"{_case(row['prompt'], row['rows'])}, ms"
+        cases[case] = row["rows"], row["prompt"]
+        cells.setdefault((row["program"], row["policy"]), {})[case] = f"{row['tpot_ms']:.2f}"
+    for row in equal:
+        count = int(row["workload"].split()[1].split(",")[0])
+        case = f"{_workload(row)}, requests/s"
+        cases[case] = count, 0
+        cells.setdefault((row["program"], row["policy"]), {})[case] = f"{count / row['seconds']:.2f}"
+    columns = sorted(cases, key=lambda case: (case.endswith("/s"), cases[case]))
+    lines = [
+        [
+            program if program == "kvjax" else f"vLLM {latest['version']}",
+            f"`{policy}`",
+            *(found.get(case, "") for case in columns),
+        ]
+        for (program, policy), found in sorted(cells.items(), key=lambda each: each[0][0] != "vllm")
+    ]
+    sentence = (
+        f"**Beside vLLM on one {latest['device']}, `{latest['shape']}`**, each with the GPU to itself: milliseconds per token by context × batch, and "
+        "requests per second of equal requests (prompt + new tokens), which are all there at the start."
+    )
+    return f"{sentence}\n\n{report.table(['program', 'policy', *columns], lines, 'llr')}"
 
 
 def first_token() -> str:
@@ -210,6 +276,17 @@ def fits(*names: str) -> str:
     return report.table(heads, lines, "lllr")
 
 
+def planned() -> str:
+    """What `kvjax plan` finds for a 32B model with 64k tokens on an H100, one row per kind of weights. Nothing is measured."""
+    lines = []
+    for way in kvjax.plan("qwen3-32b", device="h100", context=65536):
+        sizes = way.weight_bytes, way.cache_bytes, way.workspace_bytes, way.peak_bytes
+        cells = (f"{size / 1e9:.1f} GB" for size in sizes)
+        lines.append([f"`{way.weights}`", *cells, "yes" if way.fits else "no", f"{way.floor_ms:.1f} ms"])
+    heads = ["weights in", "weights", "cache", "workspace", "peak", "fits", "bound per token"]
+    return report.table(heads, lines)
+
+
 def weights() -> str:
     """Prefill and decoding with 8-bit and 4-bit weights, one row per kind; of TPOT also the fastest and the slowest call."""
     lines = []
@@ -301,9 +378,10 @@ def offload() -> str:
 
 
 def public_calls() -> str:
-    """TTFT, and TPOT where it was measured, of calls of `kvjax.generate` on an H100, one row per case."""
+    """TTFT, and TPOT where it was measured, of public calls on an H100, one row per program and case."""
     lines = [
         [
+            row["program"],
             f"`{row['shape']}`",
             f"`{row['policy']}`",
             _case(row["prompt"], row["rows"]),
@@ -312,28 +390,27 @@ def public_calls() -> str:
         ]
         for row in rows("first-token-h100.json")
     ]
-    return report.table(["shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms"], lines, "lllr")
+    return report.table(["program", "shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms"], lines, "llllr")
 
 
 def requests() -> str:
     """Many requests through a running batch on an H100: the latest measurement of each workload and policy."""
-    latest = {
-        (row["workload"], row["policy"]): row for row in rows("throughput-h100.json") if row["program"] == "kvjax"
-    }
+    latest = {(row["workload"], row["program"], row["policy"]): row for row in rows("throughput-h100.json")}
     lines = [
         [
             _workload(row),
+            row["program"],
             f"`{row['policy']}`",
-            str(row["rows"]),
+            str(row.get("rows", "")),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['seconds']:.1f}",
-            f"{row['compile_s']:.0f}",
-            f"{row['rows'] * row['row_bytes'] / 1e9:.1f} GB",
+            f"{row['compile_s']:.0f}" if "compile_s" in row else "",
+            f"{row['rows'] * row['row_bytes'] / 1e9:.1f} GB" if "row_bytes" in row else "",
         ]
-        for row in sorted(latest.values(), key=lambda row: (row["workload"], row["policy"]))
+        for row in (latest[case] for case in sorted(latest))
     ]
-    heads = ["requests", "policy", "rows", "tokens/s", "time, s", "compilation, s", "caches"]
-    return report.table(heads, lines, "llr")
+    heads = ["requests", "program", "policy", "rows", "tokens/s", "time, s", "compilation, s", "caches"]
+    return report.table(heads, lines, "lllr")
 
 
 def soak() -> str:
@@ -450,7 +527,21 @@ def _name(row: Row) -> str:
     return ":".join(filter(None, [row["policy"], ",".join(settings)]))
 
 
+def written(page: str) -> str:
+    """A page whose generated parts are made again. Each follows a comment with its function's name, up to the next comment."""
+    return re.sub(
+        r"(<!-- (\w+): .*? -->\n).*?(?=<!--)",
+        lambda found: f"{found[1]}\n{made}\n\n" if (made := globals()[found[2]]()) else found[1],
+        page,
+        flags=re.DOTALL,
+    )
+
+
 if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        readme = RESULTS.parents[1] / "README.md"
+        readme.write_text(written(readme.read_text(encoding="utf-8")), encoding="utf-8")
+        sys.exit()
     print(
         memory(),
         speed(),

@@ -6,7 +6,13 @@
 `--trace` has requests whose prompts and answers have different lengths. `--same` has a number of equal requests: prompt
 tokens, answer tokens. All requests are known from the start, and no answer ends early. All programs are compiled
 before, and one request of each padded size runs first, with an answer of at most 64 tokens. The row has tokens per second, the share of row-steps that gave a
-token, and the seconds until the last prompt was read. `--peer FILE` adds rows that another program has measured.
+token, and the seconds until the last prompt was read.
+
+    PYTHONPATH=VLLM:. python -m benchmarks.throughput vllm --same 256,400,4096 | tee vllm.jsonl
+    python -m benchmarks.throughput --same 256,400,4096 --policies rkv:1024 --rows 256 --peer vllm.jsonl
+
+`vllm` sends equal requests to vLLM, all at once, after eight of them with short answers. Run it on the same machine, with
+the GPU to itself. `--peer` adds the lines that it printed. `python -m benchmarks.tables --write` puts both into README.md.
 """
 
 import argparse
@@ -21,9 +27,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import report
+from benchmarks import first_token, report
 from kvjax._util.randomness import random_key
-from kvjax.config import PRESETS
+from kvjax.config import PRESETS, ModelConfig
 from kvjax.models import Params, init
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.scheduler import Scheduler
@@ -75,6 +81,26 @@ def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
     }
 
 
+def _of_vllm(config: ModelConfig, shape: str, jobs: Sequence[Job], workload: str) -> dict[str, Any]:
+    """vLLM's row for equal requests."""
+    prompts, new = [list(job.prompt) for job in jobs], jobs[0].max_new_tokens
+    generate, about = first_token.vllm(config, len(prompts[0]) + new, devices=1)
+    generate(prompts[:8], 8)
+    start = time.perf_counter()
+    generate(prompts, new)
+    seconds = time.perf_counter() - start
+    return {
+        **about,
+        "shape": shape,
+        "workload": workload,
+        "policy": "full",
+        "layers": config.num_layers,
+        **report.measured_here(),
+        "seconds": seconds,
+        "tokens_per_second": len(jobs) * new / seconds,
+    }
+
+
 def fitted(lengths: Sequence[int], count: int) -> list[int] | None:
     """The `count` multiples of 128 that prompts of these lengths are padded to with the fewest tokens in all.
 
@@ -105,6 +131,7 @@ def fitted(lengths: Sequence[int], count: int) -> list[int] | None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", nargs="?", default="kvjax", choices=["kvjax", "vllm"])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
     parser.add_argument("--policies", default="full,snapkv:1024", help="separated by commas")
     parser.add_argument("--rows", default="40", help="rows of the batch: one number, or one for each policy")
@@ -121,7 +148,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=0, help="tokens of short prompts that are read together")
     parser.add_argument("--jobs", type=int, default=8, help="programs to compile at a time")
     parser.add_argument("--mesh")
-    parser.add_argument("--peer", type=Path, help="JSON lines of other programs, which are added to the rows")
+    parser.add_argument("--peer", type=Path, help="lines that vLLM's run printed, which are added to the rows")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = PRESETS[args.shape]
@@ -133,6 +160,11 @@ def main() -> None:
         jobs, workload = mixed(args.trace, config.vocab_size), f"trace {args.trace}"
     else:
         jobs, workload = same(args.same, config.vocab_size), f"same {args.same}"
+    if args.program == "vllm":
+        if args.same is None:
+            parser.error("vllm takes --same")
+        print(json.dumps(_of_vllm(config, args.shape, jobs, workload)), flush=True)
+        return
     out = args.out or Path(f"benchmarks/results/throughput-{report.device_slug()}.json")
     header, rows = report.begun(out, report.header(weights="random"))
     params: Params = init(config, random_key(0), "bfloat16")
@@ -167,6 +199,8 @@ def main() -> None:
             "read_together": args.together,
             "shape": args.shape,
             "layers": config.num_layers,
+            **report.measured_here(),
+            "device": jax.devices()[0].device_kind,
             **found,
             "row_bytes": batch.row_bytes,
             "compile_s": compiled,
@@ -185,7 +219,11 @@ def main() -> None:
         del batch
         gc.collect()
     if args.peer is not None:
-        rows += [json.loads(line) for line in args.peer.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for line in args.peer.read_text(encoding="utf-8").splitlines():
+            if line.startswith('{"program": "vllm"'):
+                new = json.loads(line)
+                rows = [old for old in rows if any(old.get(k) != new[k] for k in ("program", "workload", "layers"))]
+                rows.append(new)
         report.write(out, header, rows)
 
 

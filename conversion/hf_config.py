@@ -634,6 +634,11 @@ def from_hf(
     Raises:
         CheckpointError: architecture, activation, rope type or quantisation is not supported, or a value is missing or
             out of range.
+
+    Example:
+        >>> config = kvjax.conversion.from_hf(kvjax.conversion.to_hf(params.config))
+        >>> config.num_layers
+        2
     """
     config = _text_config(config, source)
     family_name = config.get("model_type")
@@ -827,6 +832,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the family's `config.json` cannot express the configuration.
+
+    Example:
+        >>> kvjax.conversion.to_hf(params.config)["num_hidden_layers"]
+        2
     """
     if config.family not in FAMILIES:
         raise CheckpointError(f"cannot write family {config.family!r}; supported are {', '.join(FAMILIES)}")

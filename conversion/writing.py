@@ -115,6 +115,13 @@ def save(
         CheckpointError: the path exists, or the parameters do not have the shapes of their configuration.
         TypeError: `params` are not parameters, or are shapes only.
         ValueError: `format` or `dtype` is not supported.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = kvjax.save(params, f"{folder}/model", format="safetensors")
+        ...     kvjax.load(path).config == params.config
+        True
     """
     path = expanded(path)
     check = _checks(path, format, overwrite)

@@ -47,6 +47,7 @@ nitpicky = False
 suppress_warnings = ["ref.python"]
 
 autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 autosummary_generate = True
 autosummary_imported_members = True  # of kvjax.policies.methods, the one module that has a page of its own

@@ -61,6 +61,9 @@ def draw(
         retained: arrays by title.
         title: title of the figure. It is broken into two lines above a single panel.
         label: label of the colour bar.
+
+    Example:
+        >>> figure = kvjax.plots.draw({"all tokens": np.tril(np.ones((4, 12)), 8)})  # steps, positions
     """
     figures, colormaps = import_matplotlib()
     if not retained:
@@ -155,6 +158,11 @@ def costs(stats: Mapping[str, GenerationStats]) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there are no runs.
+
+    Example:
+        >>> prompt, names = [5, 9, 2] * 10, ("full", "tova:8")
+        >>> stats = {name: kvjax.generate(params, prompt, name, max_new_tokens=4).stats for name in names}
+        >>> figure = kvjax.plots.costs(stats)
     """
     figures, colormaps = import_matplotlib()
     if not stats:
@@ -193,6 +201,9 @@ def coloured_text(
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw, or an array does not have one value per token.
+
+    Example:
+        >>> figure = kvjax.plots.coloured_text(["Call", " me", " Ishmael"], {"kept": np.array([1.0, 0.0, 0.5])})
     """
     figures, colormaps = import_matplotlib()
     if not shares:
@@ -246,7 +257,7 @@ def _lines(pieces: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Quality over memory and, if it was timed, over speed. One row of panels per task, one line per policy, and the full cache as reference.
 
-    With a single budget, at which all policies have the same bytes, policies are listed instead, best first.
+    The five policies with the best mean have colours and names, the others are grey. With a single budget, at which all policies have the same bytes, policies are listed instead, best first.
 
     Args:
         rows: rows of a comparison's `table.json`.
@@ -260,10 +271,9 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         raise ValueError("no results to draw; give the rows of a comparison")
     tasks, policies = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "policy"))
     listed = len({row["target"] for row in rows if row["target"] is not None}) <= 1
-    # Inches: a line of the list, and one of the legend, which has to fit next to all panels, are about a quarter.
-    panel, legend = (max(1.2 + 0.24 * len(policies), 2.2), 0.0) if listed else (3.2, 0.24 * len(policies))
+    panel = max(1.2 + 0.24 * len(policies), 2.2) if listed else 3.6  # inches; a line of the list is about a quarter
     timed = any(row["tokens_per_second"] is not None for row in rows)
-    size = 9.2 if timed else 6.4, 0.6 + max(panel * len(tasks), legend)
+    size = 9.2 if timed else 6.4, 0.6 + panel * len(tasks)
     figure = figures.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(tasks), 2 if timed else 1, squeeze=False, sharey="row")
     for panels, task in zip(grid, tasks, strict=True):
@@ -275,9 +285,6 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
             _listed(panels, mine, quality)
         else:
             _over_memory_and_speed(panels, mine, quality, policies)
-    if not listed:
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 
@@ -307,8 +314,12 @@ def _over_memory_and_speed(
     panels: Any, rows: Sequence[Mapping[str, Any]], quality: str, policies: Sequence[str]
 ) -> None:
     axes = (("cache_bytes", 1e6, "bytes held, MB"), ("tokens_per_second", 1, _SPEED))
+    colours = dict(zip(_best(rows, policies), _LINES, strict=False)) | {"full": _REFERENCE}
+    every_end: list[dict[str, tuple[float, float]]] = []
     for panel, (field, unit, label) in zip(panels, axes[: len(panels)], strict=True):
-        for i, policy in enumerate(policies):
+        ends: dict[str, tuple[float, float]] = {}
+        every_end.append(ends)
+        for policy in policies:
             points = sorted(
                 (row[field] / unit, row["value"])
                 for row in rows
@@ -316,13 +327,18 @@ def _over_memory_and_speed(
             )
             if not points:
                 continue
+            named = policy in colours
             style = {
-                "color": _REFERENCE if policy == "full" else _LINES[i % len(_LINES)],
-                "marker": _MARKERS[i % len(_MARKERS)],
-                "markersize": 5,
+                "color": colours.get(policy, _OTHERS),
+                "marker": "o",
+                "markersize": 5 if named else 3,
+                "linewidth": 1.5 if named else 0.8,
+                "zorder": 3 if named else 1,
                 "label": policy,
             }
-            panel.plot(*zip(*points, strict=True), linestyle="-" if len(points) > 1 else "none", linewidth=1, **style)
+            panel.plot(*zip(*points, strict=True), linestyle="-" if len(points) > 1 else "none", **style)
+            if named:
+                ends[policy] = points[-1]
             if policy == "full":
                 panel.axhline(points[0][1], **_DASHED)
         panel.set_xlabel(label)
@@ -330,6 +346,30 @@ def _over_memory_and_speed(
         _or_untimed(panel, rows, field)
     _readable(panels[0].yaxis, panels[0].set_ylim)
     panels[0].set_ylabel(quality)
+    for panel, ends in zip(panels, every_end, strict=True):
+        _name(panel, ends, colours)
+
+
+def _best(rows: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> list[str]:
+    """As many policies as there are colours, besides the full cache, by their mean over budgets."""
+    sign = 1 if rows[0]["higher_is_better"] else -1
+    values = {
+        policy: [sign * row["value"] for row in rows if row["policy"] == policy and row["value"] is not None]
+        for policy in policies
+        if policy != "full"
+    }
+    ranked = sorted((name for name in values if values[name]), key=lambda name: -float(np.mean(values[name])))
+    return ranked[: len(_LINES)]
+
+
+def _name(panel: Any, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str]) -> None:
+    """Write names in a column right of the panel, each as high as its line's end, or higher where another is there."""
+    low, high = panel.get_ylim()
+    below = -math.inf
+    for policy, (_, value) in sorted(ends.items(), key=lambda end: end[1][1]):
+        below = max((value - low) / (high - low), below + _NAME_HEIGHT)
+        text = {"transform": panel.transAxes, "va": "center", "fontsize": 9, "color": colours[policy]}
+        panel.text(1.02, below, policy, **text)
 
 
 def _readable(axis: Any, set_limits: Callable[[float, float], Any]) -> None:
@@ -363,11 +403,14 @@ _REFERENCE, _SINGLE = "black", "#0072B2"
 
 _DASHED = {"color": "0.5", "linewidth": 0.8, "linestyle": "--", "zorder": 0}
 
-_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999933")
-"""Colours that are distinct for any colour vision (Okabe and Ito 2008, with olive instead of yellow, which is too light for lines)."""
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
+"""Colours that are distinct for any colour vision (Okabe and Ito 2008)."""
 
-_MARKERS = "os^Dv<>P*"
-"""Nine markers for seven colours, so that 63 policies look different."""
+_OTHERS = "0.75"
+"""The grey of policies without a colour."""
+
+_NAME_HEIGHT = 0.055
+"""Distance of names, as a fraction of a panel's height."""
 
 
 def save(figure: "Figure", path: str | Path) -> None:
@@ -375,6 +418,12 @@ def save(figure: "Figure", path: str | Path) -> None:
 
     Raises:
         ValueError: matplotlib does not support the format.
+
+    Example:
+        >>> import tempfile
+        >>> figure = kvjax.plots.coloured_text(["Call", " me"], {"kept": np.array([1.0, 0.0])})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     kvjax.plots.save(figure, f"{folder}/kept.png")
     """
     with files.writing(path) as stream:
         figure.savefig(stream, format=Path(path).suffix[1:] or "png", dpi=150)

@@ -195,10 +195,10 @@ def tables(rows: Sequence[dict[str, Any]], size: int = 2048) -> str:
                 if mean > half:
                     question = "question-agnostic" if sight == "unseen" else "question-aware"
                     losses.append([f"`{policy}`", question, f"{mean:.0f} ± {half:.0f}"])
-    told = f"With blocks of {size}, no policy finds significantly less than with the whole prompt."
+    told = f"**With blocks of {size}, no policy finds significantly less than with the whole prompt.**"
     if losses:
         told = (
-            f"With blocks of {size}, these policies find significantly less than with the whole prompt. The loss is the mean "
+            f"**With blocks of {size}, these policies find significantly less than with the whole prompt.** The loss is the mean "
             "of paired differences with its 95 % interval (t-test):\n\n"
         ) + report.table(["policy", "question", "loss, points"], losses, "llr")
     return f"{report.table(heads, lines)}\n\n{told}"

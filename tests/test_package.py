@@ -10,10 +10,13 @@ import tomllib
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.licenses import canonicalize_license_expression
 
 import kvjax
+from kvjax.models import Params
+from kvjax.policies import registry
 from kvjax.policies.text import _OF_PARTS, _WRAPPERS
 
 
@@ -116,3 +119,23 @@ def test_examples_in_docstrings_call_what_there_is() -> None:
                     raise AssertionError(f"{file}: {ast.unparse(node)}: {error}") from None
                 calls += 1
     assert calls >= 10
+
+
+WITH_DOWNLOADS = {"load", "generate", "iterate", "stream", "aot_compile", "plan", "export", "register_for_export"}
+"""Functions whose examples load the default model; the pages of the site run such calls."""
+
+FUNCTIONS = [name for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))]
+MORE = "plots.draw", "plots.costs", "plots.coloured_text", "plots.save", "conversion.from_hf", "conversion.to_hf"
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MORE, "runtime.inspection.retained_positions"])
+def test_public_functions_have_an_example_that_runs(name: str, tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_POLICIES", dict(registry._POLICIES))
+    function = functools.reduce(getattr, name.split("."), kvjax)
+    (test,) = doctest.DocTestFinder(recurse=False).find(
+        function, name, globs={"kvjax": kvjax, "params": tiny, "np": np}
+    )
+    assert test.examples
+    if name not in WITH_DOWNLOADS:
+        result = doctest.DocTestRunner().run(test)
+        assert result.failed == 0

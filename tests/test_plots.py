@@ -197,7 +197,11 @@ def test_a_comparison_over_budgets_has_lines_and_the_full_cache_as_reference() -
     for name, line in named.items():
         single = name in ("fp8", "full", "kivi", "turboquant")
         assert (len(line.get_xdata()), line.get_linestyle()) == ((1, "None") if single else (2, "-"))
-    assert len({(line.get_color(), line.get_marker()) for line in named.values()}) == len(named)
+    best = sorted((n for n in named if n != "full"), key=lambda n: -max(r["value"] for r in rows if r["policy"] == n))
+    coloured = {name: line.get_color() for name, line in named.items() if line.get_color() != "0.75"}
+    assert set(coloured) == {"full", *best[:5]}
+    assert {text.get_text(): text.get_color() for text in memory.texts} == coloured
+    assert len(set(coloured.values())) == 6
     (reference,) = [line for line in memory.lines if line.get_linestyle() == "--"]
     assert set(reference.get_ydata()) == {0.9}
 

@@ -39,6 +39,12 @@ def test_readme_is_short() -> None:
     assert (ROOT / "README.md").stat().st_size <= 8192
 
 
+def test_limits_are_few() -> None:
+    """Those of a single feature are on its own page."""
+    page = (ROOT / "docs/limits.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^- ", page, flags=re.MULTILINE)) <= 10
+
+
 def test_readme_has_one_test_command() -> None:
     """`.ci/run` runs that line."""
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 _CODE = re.compile(r"(``[^`]+``|`[^`]+`)")
 _NAME = re.compile(r"`(kvjax(?:\.\w+)+)`")
@@ -30,6 +31,14 @@ def _converted(part: str) -> str:
     return re.sub(r"(?m)(?<![\\*\s])\*|(?<=\S )\*(?!\*)", r"\\*", part)
 
 
+def show_options(app: Sphinx) -> None:
+    """Show `kvjax.generate` with the signature of its code, which has every option and its default, and not with its overloads."""
+    analyzer = ModuleAnalyzer.for_module("kvjax.runtime.generation")
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", show_options)
     app.connect("autodoc-process-docstring", convert, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

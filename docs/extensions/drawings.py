@@ -83,13 +83,13 @@ def positions() -> Drawing:
 
 
 def stages() -> Drawing:
-    """Tokens held over time, for four ways to compress."""
+    """Tokens kept over time, for four ways to compress."""
     d = Drawing(390, 230)
     d.line((20, 20), (20, 190), (385, 190))
     d.line((160, 20), (160, 190))
-    d.words(90, 208, "reading the prompt", "middle")
+    d.words(90, 208, "prefill", "middle")
     d.words(272, 208, "decoding", "middle")
-    d.words(4, 10, "tokens held")
+    d.words(4, 10, "tokens kept")
     d.line((20, 190), (160, 60), (385, 20), kind="merged")
     d.words(330, 16, "full", "end")
     d.line((160, 60), (160, 130), (385, 90), kind="kept")

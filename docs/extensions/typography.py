@@ -1,4 +1,4 @@
-"""A number and its unit stay on one line, and so do the parts of a date, which in narrow tables they would not."""
+"""Where lines break: not between a number and its unit or in a date, but after commas and brackets in code of tables."""
 
 import re
 from typing import Any
@@ -8,6 +8,9 @@ from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMGT]?B\b|ms\b|s\b))")
+_PUNCTUATION = re.compile(r"(?<=[(\[,=./])(?=[^\s)\]])")
+_SHORT = 24
+"""Characters of code that do not break."""
 _DATE = re.compile(r"\b(\d{4})-(\d{2})-(\d{2})\b")
 
 
@@ -26,6 +29,23 @@ class UnitsStayWithNumbers(SphinxPostTransform):
                 )
 
 
+class CodeInTablesBreaks(SphinxPostTransform):
+    """Lets long code in a table break after punctuation. What is copied from the page stays the same."""
+
+    default_priority = 901
+
+    def run(self, **kwargs: Any) -> None:
+        for entry in self.document.findall(nodes.entry):
+            for text in [text for code in entry.findall(nodes.literal) for text in code.findall(nodes.Text)]:
+                if len(text) > _SHORT:
+                    pieces = [nodes.Text(piece) for piece in _PUNCTUATION.split(text)]
+                    breaks = [nodes.raw("", "<wbr>", format="html") for _ in pieces[1:]]
+                    text.parent.replace(
+                        text, [node for pair in zip(pieces, [*breaks, None], strict=True) for node in pair if node]
+                    )
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_post_transform(UnitsStayWithNumbers)
+    app.add_post_transform(CodeInTablesBreaks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

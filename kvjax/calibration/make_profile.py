@@ -97,7 +97,7 @@ def profile(
     settings: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Like `make_profile`, from samples that are already tokens.
+    """Like `make_profile`, for samples that are already tokenised.
 
     Args:
         params: the model.

@@ -258,7 +258,7 @@ def chunk_count(lengths: Int[Array, " B"], budget: Int[Array, " B"], chunk: int)
 def chunk_token_hybrid(
     num_layers: int, chunks: ChunkKV | None = None, tokens: Policy | None = None, lower: int | None = None
 ) -> ByLayer:
-    """Chunks in the lower layers, single tokens in the upper ones (section 4.6 of the paper).
+    """Chunks in the lower layers, single tokens in the upper ones (ChunkKV, section 4.6).
 
     Args:
         num_layers: layers of the model.
@@ -268,6 +268,10 @@ def chunk_token_hybrid(
 
     Raises:
         PolicyError: `lower` is not between 0 and `num_layers`.
+
+    Example:
+        >>> [layer.chunk for layer in kvjax.chunk_token_hybrid(4, kvjax.ChunkKV(budget=512)).layers]
+        [10, 10, 1, 1]
     """
     chunks = ChunkKV() if chunks is None else chunks
     tokens = dataclasses.replace(chunks, chunk=1) if tokens is None else tokens

@@ -89,7 +89,7 @@ class ClusterKV(Policy):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="clusterkv",
         paper="Liu et al. 2024, ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
-        summary="every token, of which a query reads the clusters of keys nearest to it",
+        summary="every token; a query reads the clusters of keys nearest to it",
         memory="sparse",
         stage="both",
     )

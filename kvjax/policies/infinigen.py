@@ -96,7 +96,7 @@ class InfiniGen(Policy):
         paper=(
             "Lee et al. 2024, InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management"
         ),
-        summary="every token, of which a query reads those that the layer before expects to matter",
+        summary="every token; a query reads those that the layer before expects to matter",
         memory="sparse",
         stage="decoding",
     )

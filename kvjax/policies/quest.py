@@ -67,7 +67,7 @@ class Quest(Policy):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="quest",
         paper="Tang et al. 2024, Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
-        summary="every token, of which a query reads the pages that could hold the keys it likes best",
+        summary="every token; a query reads the pages whose keys could score highest",
         memory="sparse",
         stage="decoding",
     )

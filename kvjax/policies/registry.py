@@ -22,6 +22,13 @@ def register(cls: P) -> P:
 
     Raises:
         PolicyError: the name is empty, or another class has it.
+
+    Example:
+        >>> @kvjax.register
+        ... class Nearest(kvjax.SnapKV):
+        ...     about = kvjax.policies.PolicyInfo(name="nearest", summary="as SnapKV")
+        >>> kvjax.get_policy("nearest:64").budget
+        64
     """
     name = cls.about.name
     if not name or _POLICIES.get(name, cls).__qualname__ != cls.__qualname__:

@@ -53,7 +53,7 @@ class RKV(PromptScorer):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="rkv",
         paper="Cai et al. 2025, R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
-        summary="the latest tokens, and those that they attend to and whose keys repeat no other, chosen anew as a model reasons",
+        summary="the latest tokens, and those that they attend to and whose keys repeat no other, chosen again as a model reasons",
         memory="freed",
         stage="both",
     )

@@ -66,7 +66,7 @@ class RocketKV(SnapKV):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="rocketkv",
         paper="Behnam et al. 2025, RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression",
-        summary="the prompt's most attended tokens in wide neighbourhoods and all new ones, and a query reads the pages it likes best",
+        summary="the prompt's most attended tokens in wide neighbourhoods and all new ones, and a query reads the pages whose keys could score highest",
         memory="freed",
         stage="both",
         budget_excludes_new_tokens=True,

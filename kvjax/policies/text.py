@@ -119,6 +119,12 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
 
     Raises:
         PolicyError: the name is unknown, the policy has no such hyperparameter, or does not take that value.
+
+    Example:
+        >>> kvjax.get_policy("snapkv:0.25,window=16")
+        SnapKV(budget=0.25, window=16, pool='max', kernel=7)
+        >>> kvjax.get_policy("tova", budget=512)
+        TOVA(budget=512, keep_newest=False)
     """
     if isinstance(policy, str):
         policy = parse_policy(policy)

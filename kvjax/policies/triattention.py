@@ -75,7 +75,7 @@ class TriAttention(PromptScorer):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="triattention",
         paper="Mao et al. 2026, TriAttention: Efficient Long Reasoning with Trigonometric KV Compression",
-        summary="the latest tokens, and those that average queries of the model will attend to, chosen anew as it reasons",
+        summary="the latest tokens, and those that average queries of the model will attend to, chosen again as it reasons",
         memory="freed",
         stage="both",
     )

@@ -70,7 +70,7 @@ class VaSE(PromptScorer):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="vase",
         paper="Chang et al. 2026, Value-Aware Stochastic KV Cache Eviction for Reasoning Models",
-        summary="the latest tokens, large values, and a random sample of the others by attention, drawn anew as a model reasons",
+        summary="the latest tokens, large values, and a random sample of the others by attention, drawn again as a model reasons",
         memory="freed",
         stage="both",
     )

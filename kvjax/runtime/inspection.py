@@ -33,6 +33,12 @@ def retained_positions(
         ValueError: the prompt is empty, there are several prompts, the prompt is text and the model has no tokenizer,
             or `max_new_tokens` is less than 1.
         PolicyError: the policy does not support a sequence of this length.
+
+    Example:
+        >>> from kvjax.runtime.inspection import retained_positions
+        >>> shares = retained_positions(params, [5, 9, 2] * 10, kvjax.StreamingLLM(budget=8), max_new_tokens=4)
+        >>> shares.shape  # steps, positions
+        (4, 33)
     """
     (ids, *others), single = token_ids(params, prompt)
     if not single:

@@ -123,6 +123,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
         "evaluation.\n",
         *about_ruler(header),
         f"![Mean score over bytes of the cache, one line per policy]({PICTURE})\n",
+        "The five policies with the best mean have colours, the others are grey.\n",
     ]
     if counts[-1] < FEW:
         parts.insert(1, "This is a small run that shows the form of the page. It does not compare the methods.\n")
@@ -262,6 +263,7 @@ def _means(
         if first is not None and tuple(place) == first
     }
     names = dict.fromkeys(policy for policy, target, _ in scores if target is not None)
+    leading: dict[Column, list[str]] = {}
     for policy in sorted(names, key=lambda policy: -placed.get(policy, -1.0)):
         cells = []
         for column in columns:
@@ -273,10 +275,16 @@ def _means(
             else:
                 others = [each for (_, *place), each in whole.items() if tuple(place) == column and each is not mine]
                 best = headroom(scores, (column[0], False)) and not any(clearly_above(each, mine) for each in others)
+                if best:
+                    leading.setdefault(column, []).append(f"`{policy}`")
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)
                 cells.append(f"{shown} ({100 * held[policy, *column]:.1f} %)")
         lines.append([f"`{policy}`", *cells])
-    told = "In parentheses: share of the full cache's bytes."
+    conclusion = "; ".join(
+        f"{' and '.join(leading[column])} at {_titled(column)}" for column in columns if column in leading
+    )
+    told = f"**Best: {conclusion}.** " if conclusion else ""
+    told += "In parentheses: share of the full cache's bytes."
     told += f" Policies are ordered by the column {_titled(first)}." if first is not None else ""
     return told + "\n\n" + report.table(["policy", *map(_titled, columns)], lines) + "\n"
 

@@ -29,7 +29,7 @@ def test_tables():
         "| `treekv` | 75, 100, 8.00 | 25, 100, 9.00 |",
     ]
     # A loss of 50 ± 92 points is not significant.
-    assert told.endswith("no policy finds significantly less than with the whole prompt.")
+    assert told.endswith("no policy finds significantly less than with the whole prompt.**")
 
 
 def test_significant_losses_are_listed():

@@ -45,7 +45,7 @@ _PIECE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Surrogate:
-    """Weights of one network per layer. Hashable and compared by value, so that it can be a hyperparameter.
+    """Weights of the networks of KVzap or Fast KVzip, one per layer. Hashable and compared by value, so that it can be a hyperparameter.
 
     Attributes:
         layers: the arrays of each layer, by name.

@@ -247,6 +247,11 @@ def by_head(policies: Mapping[str, Policy], profile: Sequence[Sequence[str]]) ->
 
     Raises:
         PolicyError: the profile has a label without a policy.
+
+    Example:
+        >>> policies = {"all": kvjax.Full(), "few": kvjax.StreamingLLM(budget=64)}
+        >>> str(kvjax.by_head(policies, [["all", "few"], ["few", "few"]]))  # two layers with two heads
+        "by_head(a=full; b=streaming_llm:budget=64; profile=(('a', 'b'), ('b', 'b')))"
     """
     unknown = {label for layer in profile for label in layer} - set(policies)
     if unknown:

@@ -68,6 +68,11 @@ def by_layer(
 
     Raises:
         PolicyError: a mapping comes without `default` or `num_layers`, or has a layer that does not exist.
+
+    Example:
+        >>> policy = kvjax.by_layer({0: kvjax.Full()}, default=kvjax.SnapKV(budget=512), num_layers=4)
+        >>> [str(layer) for layer in policy.layers]
+        ['full', 'snapkv:budget=512', 'snapkv:budget=512', 'snapkv:budget=512']
     """
     if isinstance(policies, Mapping):
         if default is None or num_layers is None:

@@ -278,5 +278,9 @@ def chunkkv(policy: Policy, chunk: int = 20, spiky: int | None = None) -> Chunks
 
     Raises:
         PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
+
+    Example:
+        >>> str(kvjax.chunkkv(kvjax.ExpectedAttention(budget=512)))
+        'chunkkv(expected_attention:budget=512)'
     """
     return Chunks(policy, chunk, spiky)

@@ -28,7 +28,7 @@ SURE = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class Critical(Wrapper):
-    """A prompt scorer that weighs values for a part of its budget, made by `critical`.
+    """A prompt scorer that weights scores by projected values for a part of its budget, made by `critical`.
 
     Attributes:
         policy: scores the prompt, and has the budget.
@@ -109,7 +109,7 @@ def projected_sizes(
 
 
 def critical(policy: Policy, share: float = 0.5, epsilon: float = 1e-4) -> Critical:
-    """Weigh values for a part of a prompt's budget (Feng et al. 2025, CriticalKV): `critical(SnapKV(budget=512))`.
+    """Weight scores by projected values for a part of a prompt's budget (Feng et al. 2025, CriticalKV): `critical(SnapKV(budget=512))`.
 
     A share of the budget goes to the policy's highest scores. The rest goes to the highest (score + epsilon) · N. N is
     the L1 norm of a token's value after the layer's output projection, mean over the query heads that read it. It
@@ -124,5 +124,9 @@ def critical(policy: Policy, share: float = 0.5, epsilon: float = 1e-4) -> Criti
 
     Raises:
         PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
+
+    Example:
+        >>> str(kvjax.critical(kvjax.SnapKV(budget=512)))
+        'critical(snapkv:budget=512)'
     """
     return Critical(policy, share, epsilon)

@@ -281,6 +281,10 @@ def offloaded(policy: Policy, steps: int = 1, fetch: Literal["selected", "layer"
     Raises:
         PolicyError: `steps` is negative. Once a model is known, also if the default device has no such memory, or if the
             policy has keys and values outside of a `LayerCache`, as `adakv` and quantised policies do.
+
+    Example:
+        >>> str(kvjax.offloaded(kvjax.Quest(budget=512)))
+        'offloaded(quest:budget=512)'
     """
     return Offloaded(policy, steps, fetch)
 

@@ -98,5 +98,9 @@ def prompt_only(policy: Policy, budget: int | float | None = None) -> PromptOnly
     Args:
         policy: compresses the prompt.
         budget: replaces the policy's budget if given.
+
+    Example:
+        >>> str(kvjax.prompt_only(kvjax.TOVA(budget=512)))
+        'prompt_only(tova:budget=512)'
     """
     return PromptOnly(policy if budget is None else policy.with_budget(budget))

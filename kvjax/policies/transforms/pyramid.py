@@ -56,6 +56,10 @@ def pyramid(policy: Policy, beta: int = 20) -> Pyramid:
 
     Raises:
         PolicyError: the policy has no budget.
+
+    Example:
+        >>> str(kvjax.pyramid(kvjax.SnapKV(budget=512)))
+        'pyramid(snapkv:budget=512)'
     """
     return Pyramid(policy, beta)
 

@@ -357,5 +357,9 @@ def quantized(
 
     Raises:
         PolicyError: a number is out of range, or (once a model is known) the policy is not supported.
+
+    Example:
+        >>> str(kvjax.quantized(kvjax.SnapKV(budget=512), bits=4))
+        'quantized(snapkv:budget=512; bits=4)'
     """
     return Quantized(policy, bits, group, residual, scheme, values, signs, exact_layers, keys, value_bits)

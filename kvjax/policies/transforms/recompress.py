@@ -98,5 +98,9 @@ def recompress(
 
     Raises:
         PolicyError: a number is out of range, or the policy needs more than the latest queries.
+
+    Example:
+        >>> str(kvjax.recompress(kvjax.SnapKV(budget=512), every=64))
+        'recompress(snapkv:budget=512; every=64)'
     """
     return Recompress(policy if budget is None else policy.with_budget(budget), every, prompt)

@@ -89,5 +89,9 @@ def then(first: Policy, second: Policy) -> Then:
 
     Raises:
         PolicyError: (once a model is known) the policies do not go together, or a layer has a sliding window.
+
+    Example:
+        >>> str(kvjax.then(kvjax.SnapKV(budget=0.25), kvjax.Quest(budget=256)))
+        'then(snapkv:budget=0.25; quest:budget=256)'
     """
     return Then(first, second)

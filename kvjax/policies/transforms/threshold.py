@@ -179,5 +179,9 @@ def thresholded(
 
     Raises:
         PolicyError: a number is out of range, or the policy's scores depend on other tokens.
+
+    Example:
+        >>> str(kvjax.thresholded(kvjax.KNorm(budget=512), threshold=-12.0))
+        'thresholded(knorm:budget=512; threshold=-12.0)'
     """
     return Thresholded(policy if budget is None else policy.with_budget(budget), threshold, window)
