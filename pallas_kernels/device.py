@@ -43,3 +43,21 @@ def hopper() -> bool:
     return target().platform == "gpu" and any(
         name in target().kind for name in ("H100", "H200", "H800", "H20", "GH200")
     )
+
+
+def tpu_layout(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes of a program's argument as a TPU stores them, from the outermost to the innermost.
+
+    XLA chooses the order that needs least padding: the innermost axis is padded to a multiple of 128 numbers, and the next
+    one to a multiple of 8. So a large matrix is stored column by column if its rows are no multiple of 128 numbers.
+    """
+    axes = tuple(range(len(shape)))
+    if len(axes) < 2:
+        return axes
+
+    def padding(last: tuple[int, int]) -> float:
+        outer, inner = (shape[axis] for axis in last)
+        return (-(-inner // 128) * 128 / inner) * (-(-outer // 8) * 8 / outer)
+
+    last = min(((outer, inner) for inner in axes[::-1] for outer in axes[::-1] if outer != inner), key=padding)
+    return *(axis for axis in axes if axis not in last), *last

@@ -5,9 +5,11 @@ import math
 from typing import Any
 
 from kvjax.config import AttentionConfig, DeltaNetConfig
+from kvjax.models.delta_net import CHUNK
 from kvjax.models.params import MLP
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
+from kvjax.pallas_kernels.device import tpu_layout
 from kvjax.policies.layer import CacheLayer, held_bytes
 from kvjax.runtime.engine import Engine
 
@@ -37,6 +39,9 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     Decoding needs the logits, a copy of a layer's cache, and a copy of a quantised embedding. On a TPU it also needs
     twice the cache if that is compressed when full, from keys and values.
 
+    A TPU that stores the embedding by columns copies it by rows in both programs. Prefill frees the copy before its first
+    layer.
+
     Peaks are 5 % below to 4 % above those of the TPU compiler (`benchmarks/results/fits-v5e.json`), and 0 to 13 % above
     those of programs on an H200 (`decode-h200.json` in the same folder).
     """
@@ -52,9 +57,9 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
         else layer
     )
     kinds = c.kinds
-    heads = max(map(_products, (x.mixer for x in kinds))) // shard.heads
+    mixer = max(_mixer_bytes(x.mixer, itemsize, tpu) for x in kinds) // shard.heads
     tokens = rows * (engine.block or engine.specs[0].prompt_len)
-    width = max(2 * heads, 2 * max(x.mlp.active_width for x in kinds) // shard.model)
+    half = max(mixer, 2 * max(x.mlp.active_width for x in kinds) * itemsize // shard.model)
     logits = 4 * rows * c.vocab_size
     # Experts are dequantised one at a time.
     gates = [each.mlp.gate for each in engine.weights.layers if isinstance(each.mlp, MLP)]
@@ -62,16 +67,25 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     floats = 2 * wide // shard.model * itemsize
     keys = max(x.num_kv_heads * x.head_dim for x in c.attention_kinds) // shard.heads
     pairs = 2 * tokens * keys * itemsize
-    reading = tokens * (3 * c.hidden_size + width) * itemsize + 2 * (chosen + pairs) + floats + logits
+    reading = tokens * (3 * c.hidden_size * itemsize + half) + 2 * (chosen + pairs) + floats + logits
     table = engine.weights.embed
-    decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else 0)
+    by_columns = tpu and tpu_layout((table.shape[0] // shard.model, table.shape[1])) == (1, 0)
+    by_rows = bytes_per_device(table) if by_columns and not is_quantized(table) else 0
+    decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else by_rows)
     if tpu and any(each.compress_reads_kv and each.when == "when_full" for each in engine.layers):
         decoding += 2 * sum(held for held, _, _ in caches)
-    return int(_SPARE * reading) if engine.specs[0].prompt_len else 0, decoding
+    return max(int(_SPARE * reading), by_rows) if engine.specs[0].prompt_len else 0, decoding
 
 
-def _products(mixer: AttentionConfig | DeltaNetConfig) -> int:
-    """Numbers per token that a mixer's projections make: queries, keys, values and gates."""
+def _mixer_bytes(mixer: AttentionConfig | DeltaNetConfig, itemsize: int, tpu: bool) -> int:
+    """Bytes per token of a mixer's arrays in prefill.
+
+    An attention layer has queries, keys, values and gates, twice. A gated delta net computes all chunks at once, in
+    float32. For each value head, that is queries, keys, right-hand sides and solutions of the triangular systems (each
+    as wide as a key and a value), and two matrices with a column for each token of the chunk. TPUs pad them to 128.
+    """
     if isinstance(mixer, DeltaNetConfig):
-        return 2 * (mixer.key_width + mixer.output_width)
-    return (2 if mixer.gated else 1) * mixer.output_width + 2 * mixer.num_kv_heads * mixer.head_dim
+        columns = max(CHUNK, 128) if tpu else CHUNK
+        return 4 * mixer.value_heads * (4 * mixer.key_dim + 2 * mixer.value_dim + 2 * columns)
+    queries = (2 if mixer.gated else 1) * mixer.output_width
+    return 2 * (queries + 2 * mixer.num_kv_heads * mixer.head_dim) * itemsize

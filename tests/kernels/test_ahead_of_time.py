@@ -1,6 +1,7 @@
 """Every TPU kernel, compiled by the TPU's own compiler at the shapes of real models: it fits VMEM, and needs next to no memory of its own."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +12,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from kernels.ahead_of_time import chip, compile_for, temporaries
 
 from benchmarks.quantized_products import KINDS, makes_floats, measure
+from kvjax.models.params import quantized_shape
 from kvjax.pallas_kernels import (
     Rotation,
     block_attention,
     chunk_similarity,
     decode_attention,
+    expert_mlp,
     gather_attention,
     kmeans,
     nearest,
@@ -25,6 +28,8 @@ from kvjax.pallas_kernels import (
     window_scores,
 )
 from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_mosaic_tpu as decode_attention_tpu
+from kvjax.pallas_kernels.device import tpu_layout
+from kvjax.pallas_kernels.experts.tiles import Biases
 from kvjax.runtime import absent_tpu
 from kvjax.runtime.absent_tpu import CHIPS
 
@@ -220,6 +225,39 @@ def test_floats_of_a_whole_matrix_are_found():
     assert not makes_floats("\n".join(lines), 64 * 32)
     halves = "  %both = (bf16[64,8,2]{2,1,0:T(8,128)(2,1)S(1)}, bf16[64,8,2]{2,1,0:T(8,128)(2,1)S(1)}) fusion(%w), kind=kLoop"
     assert makes_floats("\n".join([*lines, halves]), 64 * 32)
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+def test_arguments_are_stored_in_the_order_with_least_padding(generation):
+    matrices = [
+        (8, 2880),
+        (4096, 2880),
+        (2880, 4096),
+        (92160, 2880),
+        (98304, 3072),
+        (50272, 2880),
+        (600, 576),
+        (100, 100),
+    ]
+    groups = [(92160, 16, 90), (98304, 16, 96), (98304, 16, 128), (2048, 16, 24), (11, 24, 2048), (64, 64, 64)]
+    arguments = [shape("bfloat16", *dims) for dims in [(2880,), *matrices, *groups]]
+    compiled = compile_for(generation, lambda *args: [x + x for x in args], *arguments)
+    stored = [each.layout.major_to_minor for each in compiled.input_formats[0]]
+    assert stored == [tpu_layout(x.shape) for x in arguments]
+    assert {(1, 0), (0, 1), (2, 1, 0), (1, 2, 0), (0, 1, 2)} <= set(stored)
+
+
+@pytest.mark.parametrize("kind", ["float", "mxfp4"])
+def test_experts_whose_rows_are_no_multiple_of_128_are_not_copied(kind):
+    """At the shape of gpt-oss-20b: less temporary memory than the matrices of one expert, where all 32 were copied."""
+    experts, per_token, width, rows = 32, 4, 2880, 2048
+    one = shape("bfloat16", experts * width, width)
+    matrices = [quantized_shape(one, kind)] * 3
+    biases = Biases(*[shape("bfloat16", experts * width)] * 3)
+    routed = shape("int32", rows, per_token), shape("float32", rows, per_token)
+    function = partial(expert_mlp, activation="clamped_swiglu")
+    compiled = compile_for("v5e", function, shape("bfloat16", rows, width), *routed, *matrices, biases)
+    assert temporaries(compiled) < 3 * 2 * width * width
 
 
 def test_an_unknown_chip_is_named():
