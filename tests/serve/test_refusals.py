@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from serve_client import Client, serving
+from serve_schema import check_schema
 
 from kvjax.conversion import Tokenizer
 from kvjax.models import Params
@@ -76,6 +77,7 @@ def test_fields_are_refused_by_name(client: Client, body: dict[str, Any], param:
         assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
         assert error["message"]
     assert client.server.admitted == 0
+    check_schema(client, path, body, reply)
 
 
 def test_neutral_values_of_unsupported_fields_are_taken(client: Client) -> None:
@@ -93,7 +95,7 @@ def test_neutral_values_of_unsupported_fields_are_taken(client: Client) -> None:
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "error"),
-        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "\\ud800"}', "unicode"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "\\ud800": 1}', "unicode"),
         (b"[]", "dictionary"),
