@@ -161,7 +161,8 @@ class Preparer:
             ids = self._continued(saved[0], request.messages, arguments or None)
         assert self.tokenizer is not None
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
-        most = request.max_completion_tokens or request.max_tokens or self.most_new
+        limits = [each for each in (request.max_completion_tokens, request.max_tokens) if each is not None]
+        most = min(limits, default=self.most_new)
         prompt = self._prompt(request, ids, self._options(request, most), 0, client)
         prompt = dataclasses.replace(
             prompt, parsing=parsing, grammar=self._grammar(request, parsing), texts=self._texts_of(request, ids)

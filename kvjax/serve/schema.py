@@ -155,19 +155,15 @@ Several = Annotated[list[Item], Field(fail_fast=True, min_length=1)]
 
 
 class StreamOptions(Strict):
-    """Options of a stream."""
+    """Options of a stream. Without one they have no effect, as whole answers have the usage."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[bool | None, Only((False,))] = None
 
 
-NO_STREAM = Refused({"stream_options": GIVEN, "stream": but(YES)}, "stream_options is for streams; omit it")
-
-
 class Sampled(Strict):
     """Fields of all requests that sample tokens."""
 
-    refused = (NO_STREAM,)
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -180,7 +176,7 @@ class Sampled(Strict):
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Listed[TokenId] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: int | None = None
     user: str | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -336,10 +332,6 @@ class ChatRequest(Sampled):
     """A request to `/v1/chat/completions`."""
 
     refused = (
-        NO_STREAM,
-        Refused(
-            {"max_completion_tokens": GIVEN, "max_tokens": GIVEN}, "send max_completion_tokens or max_tokens, not both"
-        ),
         Refused(
             {"top_logprobs": SOME, "logprobs": but(YES)}, "top_logprobs needs logprobs; send logprobs: true, or omit it"
         ),
