@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,12 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from kvjax._version import __version__
 
 from .cache_report import CacheSizes
 from .errors import APIError
 from .guard import CLIENT, App, Guard
+from .openapi import limited
 from .page import Page
 from .preparing import Prompt, listed
 from .replies import ChatReply, CompletionReply, Maker
@@ -47,13 +50,21 @@ def make_app(server: Server) -> App:
     # Pages with documentation would load scripts of other sites.
     errors: Any = {status: {"model": ErrorBody, "description": about} for status, about in _ERRORS.items()}
     app = FastAPI(
-        title="kvjax", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors
+        title="kvjax",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=errors,
     )
     _add_errors(app)
     _add_state(app, server)
     _add_answers(app, server)
     if server.settings.page:
         _add_page(app)
+    describe = app.openapi
+    app.openapi = lambda: app.openapi_schema or limited(describe(), server)
     return Guard(app, server.settings, app.routes)
 
 
@@ -74,9 +85,12 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: Any) -> Response:
         return _invalid(error).response()
 
-    async def http(_: Request, error: Any) -> Response:
-        code = _CODES.get(error.status_code)
-        return APIError(error.status_code, str(error.detail), code=code, headers=error.headers).response()
+    async def http(request: Request, error: Any) -> Response:
+        code, headers = _CODES.get(error.status_code), dict(error.headers or {})
+        if "Allow" in headers:  # of one route, though several may have the path
+            routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+            headers["Allow"] = ", ".join(sorted({each for route in routes for each in getattr(route, "methods", ())}))
+        return APIError(error.status_code, str(error.detail), code=code, headers=headers).response()
 
     async def failed(_: Request, error: Exception) -> Response:
         return APIError(500, "the server failed; see its log", "server_error").response()
@@ -92,12 +106,17 @@ _STREAM: Any = {200: {"description": "The answer, whole or as a stream", "conten
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
+_KIND = re.compile(r"(constrained-|list\[|str$)")
+"""Finds names of types in the places of pydantic's errors, which has them where a field may be one of several types."""
+
+
 def _invalid(error: RequestValidationError) -> APIError:
     """What is wrong with a request, and with which field, as pydantic found it."""
     errors = list(error.errors())
     # Of a field with several types, each type has an error. The one that got furthest is the most helpful.
     worst = max(errors, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
     places = [str(each) for each in worst["loc"] if each != "body"]
+    places = places[:1] + [each for each in places[1:] if not _KIND.match(each)]
     if worst["type"] == "json_invalid":
         return APIError(400, f"the request is not JSON: {worst.get('ctx', {}).get('error', worst['msg'])}")
     name = places[0] if places else None
@@ -228,8 +247,6 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         use: AbstractContextManager[Use] | None = None,
     ) -> Response:
         preparer.check_model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise APIError(400, "stream_options is for streams; omit it", param="stream_options")
         if body.stream:
             settings = server.settings
             times = {"ping_seconds": settings.ping_seconds, "write_seconds": settings.write_seconds}

@@ -10,12 +10,19 @@ from kvjax._util.extras import optional
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.runtime.sampling import Grammar
 
+from . import grammar_trial
 from .errors import APIError
 from .reasoning import CLOSE, OPEN
 from .tools import Format, calls_grammar
 
+UNSUPPORTED = "unsupported_schema"
+"""The error's code for schemas that no grammar can be made of, though they may be valid."""
+
 MOST_SCHEMA = 1 << 16
 """Maximum number of characters of a schema."""
+
+MOST_STATES = 50_000
+"""Limit on the states of a grammar's automaton, of 1 to 2 kB each."""
 
 _COMPACT = {"whitespace_flexible": False}
 """Small models may write white space without end."""
@@ -49,8 +56,7 @@ class Grammars:
             APIError: the schema is invalid, too large, or not supported.
         """
         text = json.dumps({"x-guidance": _COMPACT, **schema})
-        convert = self._library.LLMatcher.grammar_from_json_schema
-        return self._made(text, convert, "response_format", thoughts, opened)
+        return self._made(text, "json", "response_format", thoughts, opened)
 
     def calls(
         self,
@@ -73,28 +79,41 @@ class Grammars:
             APIError: a schema is invalid or not supported, or all together are too large.
         """
         text = calls_grammar(kind, functions, several=several, after_thoughts=thoughts)
-        return self._made(text, self._library.LLMatcher.grammar_from_lark, "tools", thoughts, opened)
+        return self._made(text, "lark", "tools", thoughts, opened)
 
-    def _made(self, text: str, convert: Any, param: str, thoughts: bool, opened: bool) -> "TextGrammar":
+    def _made(self, text: str, kind: grammar_trial.Kind, param: str, thoughts: bool, opened: bool) -> "TextGrammar":
         """A grammar from its text, which comes from a field of the request."""
+        library = self._library
 
         def refused(message: str) -> APIError:
-            return APIError(400, message, param=param, code="unsupported")
+            return _refused(message, param)
 
         if len(text) > MOST_SCHEMA:
             raise refused(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are allowed")
         try:
+            grammar_trial.check(kind, text)
+        except ValueError as error:
+            raise refused(f"the schema is not supported: {error}") from None
+        convert = library.LLMatcher.grammar_from_json_schema if kind == "json" else library.LLMatcher.grammar_from_lark
+        try:
             grammar = convert(text)
         except ValueError as error:
             raise refused(f"the schema is invalid: {error}") from None
-        matcher = self._library.LLMatcher(self._known, grammar, log_level=0)
+        limits = library.LLParserLimits(max_lexer_states=MOST_STATES)
+        matcher = library.LLMatcher(self._known, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise refused(f"the schema is not supported: {matcher.get_error().strip().splitlines()[0]}")
         if warnings := matcher.get_grammar_warnings():
             raise refused(f"the schema is not supported: {'; '.join(warnings)}")
         backend = self._tokenizer.backend
         tags = (backend.token_to_id(OPEN), backend.token_to_id(CLOSE)) if thoughts else (None, None)
-        return TextGrammar(matcher, self._fill, self._vocabulary, tags, opened)
+        made = TextGrammar(matcher, self._fill, self._vocabulary, tags, opened, param)
+        made.copy()([])  # a schema that no text satisfies fails here
+        return made
+
+
+def _refused(message: str, param: str) -> APIError:
+    return APIError(400, message, param=param, code=UNSUPPORTED)
 
 
 class TextGrammar:
@@ -106,13 +125,20 @@ class TextGrammar:
         vocabulary: number of the model's logits.
         tags: tokens that open and close thoughts; None where there are none.
         opened: whether the thoughts have been opened.
+        param: name of the field that asks for the grammar.
     """
 
     def __init__(
-        self, matcher: Any, fill: Any, vocabulary: int, tags: tuple[int | None, int | None], opened: bool
+        self,
+        matcher: Any,
+        fill: Any,
+        vocabulary: int,
+        tags: tuple[int | None, int | None],
+        opened: bool,
+        param: str,
     ) -> None:
-        self._how = fill, vocabulary, tags, opened
-        self._matcher, self._fill, (self._open, self._close) = matcher, fill, tags
+        self._how = fill, vocabulary, tags, opened, param
+        self._param, self._matcher, self._fill, (self._open, self._close) = param, matcher, fill, tags
         self._thinking = opened and self._close is not None
         self._bits: Any = np.zeros((1, -(-vocabulary // 32)), np.int32)
         self._all: Any = np.full(self._bits.shape[1], -1, np.int32)
@@ -126,7 +152,7 @@ class TextGrammar:
         """Bits of the tokens that may follow.
 
         Raises:
-            ValueError: the grammar took too much time or memory.
+            APIError: no token may follow, or it takes too much time or memory to find them.
         """
         for token in tokens[self._seen :]:
             if self._thinking:
@@ -141,7 +167,10 @@ class TextGrammar:
             return self._all
         self._fill(self._matcher, self._bits)
         if self._matcher.is_error():
-            raise ValueError(f"the grammar fails: {self._matcher.get_error()}")
+            reason = self._matcher.get_error().strip().splitlines()[0]
+            raise _refused(
+                f"no answer satisfies the schema, or it is too complex ({reason}); send a simpler one", self._param
+            )
         if self._open is not None and self._close is not None and not self._seen:
             self._bits[0, self._open // 32] |= np.int32(np.uint32(1 << self._open % 32).view(np.int32))
         return self._bits[0]

@@ -18,7 +18,7 @@ from kvjax.runtime.prompts import check_messages, for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
 from .errors import APIError
-from .grammar import Grammars, TextGrammar
+from .grammar import UNSUPPORTED, Grammars, TextGrammar
 from .parsing import Parsing
 from .reasoning import is_open, thinks
 from .schema import ChatRequest, CompletionRequest, Message, NamedTool, Sampled, TokenizeRequest
@@ -91,6 +91,7 @@ class Preparer:
         self.params, self._settings = params, settings
         self.longest, self.most_new = batch.specs[0].prompt_len, batch.specs[0].new_tokens
         self._sampling, self._ends, self._masked = batch.sampling, batch.ends, batch.masked
+        self.most_ends = max(batch.ends - len(params.config.eos), 0)
         self._most_tops = batch.most_tops
         self._characters = 0 if params.tokenizer is None else self.longest * _longest_token(params.tokenizer)
 
@@ -114,7 +115,10 @@ class Preparer:
         count = prompts * (request.n or 1)
         if count > most:
             raise APIError(
-                400, f"{count} sequences are asked for; this server takes at most {most} in a request", param="n"
+                400,
+                f"{count} sequences are asked for; this server takes at most {most} in a request",
+                param="n",
+                code="too_many_sequences",
             )
         return count
 
@@ -133,15 +137,22 @@ class Preparer:
         """Prompt of a request to `/v1/chat/completions` by a client, which may continue a saved conversation."""
         if use is not None:
             _check_session(request)
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise APIError(400, "send max_completion_tokens or max_tokens, not both", param="max_completion_tokens")
         arguments, kind = dict(request.chat_template_kwargs or {}), None
         if request.tools and request.tool_choice != "none":
             kind = tool_format(None if self.tokenizer is None else self.tokenizer.chat_template)
             if kind is None:
                 raise APIError(400, "the format in which this model calls tools is not known; omit it", param="tools")
             if "tools" in arguments:
-                raise APIError(400, "chat_template_kwargs has tools, too; omit it there", param="chat_template_kwargs")
+                raise APIError(
+                    400,
+                    "chat_template_kwargs has tools, too; omit it there",
+                    param="chat_template_kwargs",
+                    code="invalid_messages",
+                )
+            names = [tool.function.name for tool in request.tools]
+            if twice := {name for name in names if names.count(name) > 1}:
+                said = f"tools: several are called {min(twice)!r}; give each a name of its own"
+                raise APIError(400, said, param="tools", code="invalid_tools")
             arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         saved = None if use is None else use.load()
         if saved is None:
@@ -150,7 +161,8 @@ class Preparer:
             ids = self._continued(saved[0], request.messages, arguments or None)
         assert self.tokenizer is not None
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
-        most = request.max_completion_tokens or request.max_tokens or self.most_new
+        limits = [each for each in (request.max_completion_tokens, request.max_tokens) if each is not None]
+        most = min(limits, default=self.most_new)
         prompt = self._prompt(request, ids, self._options(request, most), 0, client)
         prompt = dataclasses.replace(
             prompt, parsing=parsing, grammar=self._grammar(request, parsing), texts=self._texts_of(request, ids)
@@ -175,7 +187,7 @@ class Preparer:
             tokenizer = self.tokenizer.for_chat(arguments)
             text = turns.following(tokenizer, [*before, *new], len(before) - 1)
         except ValueError as error:
-            raise APIError(400, str(error), param="messages") from None
+            raise APIError(400, str(error), param="messages", code="invalid_messages") from None
         ids, tail = conversation.ids, tokenizer.encode(text, add_special=False)
         # The last token is in no cache yet. If it is a sampled end token, the template's end token replaces it.
         ends, last, first = self.params.config.eos, ids[-1], tail[:1]
@@ -189,8 +201,6 @@ class Preparer:
             return None
         if not self._settings.reports:
             raise APIError(400, "this server reports no caches; omit it", param="cache_report", code="unsupported")
-        if (request.n or 1) > 1:
-            raise APIError(400, "cache_report and n > 1 are not supported together", param="cache_report")
         assert self.tokenizer is not None
         return [self.tokenizer.decode([token], skip_special=False) for token in ids]
 
@@ -200,9 +210,6 @@ class Preparer:
         if schema is None and functions is None:
             return None
         field = "tool_choice" if schema is None else "response_format"
-        for name in ("ignore_eos", *(["tools"] if schema is not None else [])):
-            if getattr(request, name):
-                raise APIError(400, f"{field} and {name} are not supported together", param=field)
         if not self._masked or self.grammars is None:
             raise APIError(400, f"this server has no grammars; omit {field}", param=field)
         how = {"thoughts": parsing.thoughts, "opened": parsing.opened}
@@ -217,23 +224,17 @@ class Preparer:
         found = {tool.function.name: tool.function.parameters for tool in request.tools or ()}
         for name, schema in found.items() if request.must_call else ():
             if (schema or {}).get("type", "object") != "object":
-                raise APIError(400, f"parameters of {name!r} are no object; send a schema of one", param="tools")
-        if not request.must_call:
-            if request.parallel_tool_calls is False and found and request.tool_choice != "none":
-                hint = "send tool_choice: required with it, or omit it"
                 raise APIError(
-                    400, f"parallel_tool_calls: false is not supported here; {hint}", param="parallel_tool_calls"
+                    400, f"parameters of {name!r} are no object; send a schema of one", param="tools", code=UNSUPPORTED
                 )
-            if any(tool.function.strict for tool in request.tools or ()):
-                hint = "send tool_choice: required with it, or omit it"
-                raise APIError(400, f"strict is not supported here; {hint}", param="tools")
+        if not request.must_call:
             return None
-        if not found:
-            raise APIError(400, "tool_choice is given, but no tools are; send some", param="tool_choice")
         if isinstance(request.tool_choice, NamedTool):
             name = request.tool_choice.function.name
             if name not in found:
-                raise APIError(400, f"tool_choice: no tool is called {name!r}", param="tool_choice")
+                raise APIError(
+                    400, f"tool_choice: no tool is called {name!r}", param="tool_choice", code="unknown_tool"
+                )
             return {name: found[name]}
         return found
 
@@ -261,29 +262,20 @@ class Preparer:
             params, continued = for_chat(params, given, arguments)
             return token_ids(params, given, one=True, continued=continued)[0][0]
         except ValueError as error:
-            raise APIError(400, str(error), param="messages") from None
+            raise APIError(400, str(error), param="messages", code="invalid_messages") from None
 
     def tokenize(self, request: TokenizeRequest) -> Sequence[int]:
         """Token ids of a request to `/tokenize`."""
-        if (request.prompt is None) == (request.messages is None):
-            raise APIError(400, "send prompt or messages, one of them", param="prompt")
         if self.tokenizer is None:
             raise APIError(400, "this model has no tokenizer", param="prompt")
         if request.messages is not None:
-            if request.add_special_tokens is not None:
-                raise APIError(
-                    400, "messages have the special tokens of the template; omit it", param="add_special_tokens"
-                )
             opened = request.add_generation_prompt is not False
             return self.chat_ids(request.messages, request.chat_template_kwargs, opened=opened)
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
-            if getattr(request, name) is not None:
-                raise APIError(400, f"{name} is for messages; omit it", param=name)
         self._check_size(request.prompt or "", "prompt")
         try:
             return self.tokenizer.encode(request.prompt or "", add_special=request.add_special_tokens is not False)
         except ValueError as error:
-            raise APIError(400, str(error), param="prompt") from None
+            raise APIError(400, str(error), param="prompt", code="invalid_prompt") from None
 
     def _check_size(self, text: Any, name: str) -> None:
         """Raise if a text certainly has too many tokens. To tokenise it would take long."""
@@ -299,7 +291,7 @@ class Preparer:
         try:
             return token_ids(params, prompt, one=True)[0][0]
         except ValueError as error:
-            raise APIError(400, str(error), param=name) from None
+            raise APIError(400, str(error), param=name, code=f"invalid_{name}") from None
 
     def _options(self, request: Sampled, most: int) -> Request:
         """Options of the request's first sequence."""
@@ -333,8 +325,13 @@ class Preparer:
                 ignore_eos=bool(request.ignore_eos),
             )
         except ValueError as error:
-            raise APIError(400, str(error), param="stop" if request.stop else None) from None
-        ends = (*options.stop_ids, *(request.stop_token_ids or ()))
+            raise APIError(400, str(error), param="stop", code="invalid_stop") from None
+        given_ends = request.stop_token_ids or ()
+        if len(given_ends) > self.most_ends:
+            raise APIError(
+                400, f"stop_token_ids has {len(given_ends)}; send at most {self.most_ends}", param="stop_token_ids"
+            )
+        ends = (*options.stop_ids, *given_ends)
         # Arrays of the host are cheaper to pass on than those of the device.
         sampler = jax.tree.map(np.asarray, options.sampler)
         options = dataclasses.replace(options, stop_ids=tuple(dict.fromkeys(ends)), sampler=sampler)
@@ -342,7 +339,8 @@ class Preparer:
             raise APIError(
                 400,
                 f"{len(options.ends)} tokens would end the text, with those of the model; at most {self._ends} can",
-                param="stop_token_ids",
+                param="stop",
+                code="invalid_stop",
             )
         return options
 
@@ -359,8 +357,6 @@ class Preparer:
         tops, name = request.logprobs or 0, "logprobs"
         if isinstance(request, ChatRequest):
             tops, name = request.top_logprobs or 0, "top_logprobs"
-            if tops and not request.logprobs:
-                raise APIError(400, "top_logprobs needs logprobs; send logprobs: true, or omit it", param=name)
         if tops > self._most_tops:
             most = self._most_tops
             raise APIError(400, f"{name}={tops}, but this server reports at most {most} tokens", param=name)
@@ -387,7 +383,9 @@ def _check_session(request: ChatRequest) -> None:
         if given:
             raise APIError(400, f"session and {name} are not supported together; omit one", param=name)
     if request.messages[-1].role not in ("user", "tool"):
-        raise APIError(400, "with session, the last message must be of a user or a tool", param="messages")
+        raise APIError(
+            400, "with session, the last message must be of a user or a tool", param="messages", code="invalid_messages"
+        )
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
@@ -410,7 +408,10 @@ def _message(message: Message) -> dict[str, Any]:
             arguments = None
         if not isinstance(arguments, dict):
             raise APIError(
-                400, f"tool_calls[{i}].function.arguments is no JSON object; send one as text", param="messages"
+                400,
+                f"tool_calls[{i}].function.arguments is no JSON object; send one as text",
+                param="messages",
+                code="invalid_messages",
             )
         call["function"]["arguments"] = arguments  # templates write it as JSON themselves
     return found

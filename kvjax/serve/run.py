@@ -8,6 +8,7 @@ from typing import Any
 import uvicorn
 
 from .app import make_app
+from .protocol import within
 from .serving import Server
 
 CONNECTIONS = 256
@@ -31,6 +32,8 @@ def run(server: Server, host: str, port: int, on_ready: Callable[[], object] = l
         make_app(server),
         host,
         port,
+        http=within(server.settings.read_seconds),
+        ws="none",
         lifespan="on",
         access_log=False,
         server_header=False,

@@ -271,6 +271,8 @@ class Running:
             for choice, update in changed:
                 if choice.finished:
                     continue
+                if isinstance(update.error, APIError):  # of the request's own grammar
+                    raise update.error
                 if update.error is not None:
                     raise APIError(500, "the server failed; see its log", "server_error") from update.error
                 if update.ended == "cancelled":  # no request of ours has asked for it

@@ -24,7 +24,7 @@ class Settings:
         max_body: maximum size of a request in bytes.
         max_queue: maximum number of sequences that wait for a row.
         max_messages: maximum number of messages of a chat.
-        read_seconds: time for a client to send its request.
+        read_seconds: time for a client to send the headers of a request, and again to send its body.
         write_seconds: time for a client to take one event.
         first_seconds: time from a request to its first token.
         request_seconds: time from a request to its end.

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from serve_client import Client
+from serve_schema import check_schema
 
 # The server runs in other threads while requests are drawn. What these do with `random` is not part of the draw.
 pytestmark = pytest.mark.filterwarnings(
@@ -93,6 +94,7 @@ def check(client: Client, path: str, body: Any) -> None:
         assert reply.json["error"]["message"]
         assert took < REFUSED_SECONDS
     assert client.server.admitted == 0
+    check_schema(client, path, body, reply)
 
 
 @hypothesis.given(REQUEST)

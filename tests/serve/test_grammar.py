@@ -94,6 +94,9 @@ def test_forms_that_are_refused(talking: Client) -> None:
         form({"type": "nothing"}),
         form({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}),
         form({"type": "string", "description": "a" * (1 << 16)}),
+        form({"$ref": "#"}),
+        form({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        form({"$ref": "file:///etc/passwd"}),
         form(SCHEMA) | {"ignore_eos": True},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_object", "json_schema": {"name": "a"}}},
@@ -103,6 +106,31 @@ def test_forms_that_are_refused(talking: Client) -> None:
         reply = talking.post("/v1/chat/completions", CHAT | more)
         assert (reply.status, reply.json["error"]["param"]) == (400, "response_format")
         assert reply.json["error"]["message"]
+
+
+def test_work_on_a_schema_is_bounded(talking: Client) -> None:
+    """The intersection of these patterns has more states than any memory."""
+    patterns = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(60)]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": patterns}}}}
+    for more in (form(patterns), {"tools": [tool], "tool_choice": "required"}):
+        reply = talking.post("/v1/chat/completions", CHAT | more)
+        assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_schema")
+        assert "to prepare" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_fails_while_the_model_writes_is_the_clients(
+    talking: Client, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request alone ends, with an error that says so."""
+    monkeypatch.setattr("kvjax.serve.grammar.MOST_STATES", 50)
+    body = CHAT | form({"type": "string", "pattern": "^[ab]{60}$"}) | {"stream": stream}
+    reply = talking.post("/v1/chat/completions", body)
+    error = reply.events[-1]["error"] if stream else reply.json["error"]
+    assert (error["code"], error["param"]) == ("unsupported_schema", "response_format")
+    assert "too many states" in error["message"]
+    assert reply.status == (200 if stream else 400)
+    assert talking.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
 
 
 def grammars_of(talker: Params) -> Grammars:
@@ -171,12 +199,12 @@ def test_thoughts_are_free(talker: Params) -> None:
     start = allowed(made.copy(), [])
     assert brace in start
     assert len(start) < 5
-    grammar = type(made)(made._matcher.deep_copy(), *made._how[:2], (opening, closing), False)
+    grammar = type(made)(made._matcher.deep_copy(), *made._how[:2], (opening, closing), False, "")
     assert allowed(grammar, []) == start | {opening}
     assert len(allowed(grammar, [opening])) == VOCABULARY
     assert len(allowed(grammar, [opening, letter])) == VOCABULARY
     assert allowed(grammar, [opening, letter, closing]) == start
-    opened = type(made)(made._matcher.deep_copy(), *made._how[:2], (opening, closing), True)
+    opened = type(made)(made._matcher.deep_copy(), *made._how[:2], (opening, closing), True, "")
     assert len(allowed(opened, [])) == VOCABULARY
     assert allowed(opened, [letter, closing]) == start
     assert brace not in allowed(opened, [letter, closing, brace])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from serve_client import Client, serving
+from serve_schema import check_schema
 
 from kvjax.conversion import Tokenizer
 from kvjax.models import Params
@@ -52,13 +53,11 @@ def message(**fields: Any) -> dict[str, Any]:
         (TEXT | {"max_tokens": 0}, "max_tokens"),
         (TEXT | {"seed": 1.5}, "seed"),
         (TEXT | {"stream": "yes"}, "stream"),
-        (TEXT | {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs"),
         (CHAT | {"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
         (CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         (CHAT | {"functions": []}, "functions"),
         (CHAT | {"modalities": ["audio"]}, "modalities"),
-        (CHAT | {"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
         (CHAT | {"chat_template_kwargs": {"nothing_reads_this": 1}}, "messages"),
         (CHAT | {"messages": []}, "messages"),
         (CHAT | {"messages": "a"}, "messages"),
@@ -76,15 +75,19 @@ def test_fields_are_refused_by_name(client: Client, body: dict[str, Any], param:
         assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
         assert error["message"]
     assert client.server.admitted == 0
+    check_schema(client, path, body, reply)
 
 
 def test_neutral_values_of_unsupported_fields_are_taken(client: Client) -> None:
     neutral = {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "n": None, "stop": None}
+    neutral |= {"stream_options": {"include_usage": True, "include_obfuscation": False}, "seed": -(2**70)}
     more = {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "model": "tiny", "top_k": -1, "top_p": 1}
     assert client.post("/v1/completions", TEXT | neutral | more | {"max_tokens": 1}).status == 200
     said = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": "b", "refusal": None}]
     chat = {"messages": [*said, *CHAT["messages"]], "response_format": {"type": "text"}, "max_completion_tokens": 1}
     assert client.post("/v1/chat/completions", chat | neutral).status == 200
+    limits = {"max_tokens": 3, "max_completion_tokens": 2, "ignore_eos": True}
+    assert client.post("/v1/chat/completions", chat | limits).json["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_neutral_values_of_unsupported_fields_are_taken(client: Client) -> None:
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "error"),
-        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "\\ud800"}', "unicode"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "\\ud800": 1}', "unicode"),
         (b"[]", "dictionary"),
