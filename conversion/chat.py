@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def render(
         ValueError: the template is malformed, rejects these messages, fails, or exceeds its limits, does not read one
             of the arguments, or does not repeat the message to continue.
     """
-    given, final = dict(arguments or {}), None
+    given, final, tag = dict(arguments or {}), None, ""
     if continue_final_message and not (messages and messages[-1].get("content")):
         raise ValueError("continue_final_message=True, but the last message has no text to continue")
     try:
@@ -56,7 +57,7 @@ def render(
         ):
             plain = [_joined(message) for message in plain]
         if continue_final_message:
-            final = _tag_final(plain)
+            final, tag = _tag_final(plain, repr((template, plain, special, given)))
         values = {
             "messages": plain,
             "tools": None,
@@ -70,7 +71,7 @@ def render(
         raise ValueError(f"the model's chat template refuses these messages: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"these chat messages cannot be passed to a template ({told(error)})") from error
-    return text if final is None else _up_to_tag(text, final)
+    return text if final is None else _up_to_tag(text, final, tag)
 
 
 def checked_arguments(arguments: Any) -> dict[str, Any]:
@@ -110,30 +111,42 @@ _LISTS = {
 }
 """Arguments that are lists of dictionaries, and what these are."""
 
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Follows the text of a message to continue. As in transformers, its last character shows whether a template strips texts."""
+
+def unused(texts: str) -> str:
+    """A marker that does not occur in these texts. Templates leave its letters and digits unchanged."""
+    return next(marker for i in itertools.count() if (marker := f"marker{i}x") not in texts)
 
 
-def _tag_final(messages: list[dict[str, Any]]) -> str:
-    """Append the tag to the text of the last message, in place. Returns the text without it."""
-    final = messages[-1]
+def _tag_final(messages: list[dict[str, Any]], used: str) -> tuple[str, str]:
+    """Append a tag to the text of the last message, in place.
+
+    As in transformers, the tag's last character is a space, which shows whether a template strips texts.
+
+    Args:
+        messages: the conversation.
+        used: texts that do not contain the tag.
+
+    Returns:
+        The text without the tag, and the tag.
+    """
+    final, tag = messages[-1], f"{unused(used)} "
     content = final["content"]
     if isinstance(content, str):
-        final["content"] = content + _TAG
-        return content
+        final["content"] = content + tag
+        return content, tag
     text = content[-1]["text"]
-    content[-1] = {**content[-1], "text": text + _TAG}
-    return text
+    content[-1] = {**content[-1], "text": text + tag}
+    return text, tag
 
 
-def _up_to_tag(text: str, final: str) -> str:
+def _up_to_tag(text: str, final: str, tag: str) -> str:
     """The rendered text up to the tag."""
-    at = text.rfind(_TAG.strip())
+    at = text.rfind(tag.strip())
     if at < 0 or final.strip() not in text:
         raise ValueError(
             "continue_final_message=True, but the model's chat template does not repeat the last message unchanged"
         )
-    return text[:at] if text[at : at + len(_TAG)] == _TAG else text[:at].rstrip()
+    return text[:at] if text[at : at + len(tag)] == tag else text[:at].rstrip()
 
 
 @functools.lru_cache(maxsize=32)

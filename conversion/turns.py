@@ -1,13 +1,13 @@
 """Locates a message's text in a rendered conversation, and the text that a chat template puts around it.
 
 A unique marker is put into the message and searched for in the rendered text. It occurs neither in the messages nor in
-the template, so every match is the marker.
+the template and its arguments, so every match is the marker.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .chat import unused
 from .tokenizer import Tokenizer
 
 _Messages = Sequence[Mapping[str, Any]]
@@ -120,9 +120,9 @@ def history(tokenizer: Tokenizer, messages: _Messages) -> str:
 
 
 def _marker(tokenizer: Tokenizer, messages: _Messages, *texts: str) -> str:
-    """A marker that occurs neither in these texts nor in the template. Templates leave its letters and digits unchanged."""
-    used = "\n".join([repr(messages), tokenizer.chat_template or "", *tokenizer.special.values(), *texts])
-    return next(marker for i in itertools.count() if (marker := f"marker{i}x") not in used)
+    """A marker that occurs neither in these texts nor in what the tokenizer's template renders."""
+    given = [repr(messages), tokenizer.chat_template or "", *tokenizer.special.values(), repr(tokenizer.chat_arguments)]
+    return unused("\n".join([*given, *texts]))
 
 
 def last_text(message: Mapping[str, Any]) -> str:

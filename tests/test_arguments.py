@@ -417,6 +417,9 @@ def test_prompts_that_are_too_long_are_named(letters, compiled, monkeypatch):
         r"prompt 3 of 5: a prompt has 70 .*; prompt 4 of 5: token id 64 .*; prompt 5 of 5: a prompt is empty; give at least one token$",
     ):
         compiled.generate(letters, prompts)
+    says = r"^prompt 1 of 4: a prompt is empty.*; prompt 2 of 4: text has half of .*; prompt 3 of 4: a chat message .*; prompt 4 of 4 is None"
+    with pytest.raises(ValueError, match=says):
+        kvjax.generate(letters, ["", "\ud800", [{"role": 1}], None])
     with pytest.raises(
         ValueError, match=r"^a prompt has 65 tokens, but the programs take 64; compile for longer ones$"
     ):

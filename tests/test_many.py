@@ -189,7 +189,11 @@ def test_what_does_not_run_continuously_runs_in_batches(tiny):
     [
         ({"max_new_tokens": [1, 2]}, "options have 2 values, but there are 3 prompts"),
         ({"max_new_tokens": [1, 2, 3], "seed": [1]}, "different numbers of values: seed has 1, max_new_tokens has 3"),
-        ({"temperature": [0, -1, 0]}, "prompt 1: temperature=-1"),
+        ({"temperature": [0, -1, 0]}, "^prompt 2 of 3: temperature=-1"),
+        (
+            {"temperature": [0, -1, 0], "top_k": [2, 2, 0.5]},
+            "^prompt 2 of 3: temperature=-1.*; prompt 3 of 3: top_k=0.5",
+        ),
         ({"rows": 0}, "rows=0"),
         ({"stop": [["a"], 5, "b"]}, "stop="),
         ({"max_total_tokens": -1}, "max_total_tokens=-1"),

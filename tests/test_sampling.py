@@ -210,8 +210,8 @@ def test_what_samplers_refuse(tiny):
         (Sampling(jnp.ones(3)), r"sampler cannot be called with logits of one row, \[1, 64\]"),
         (Biased(bias="text"), "among its leaves; give arrays and numbers"),
         (Constrained([None]), "sampler has 1 grammars, but there are 3 prompts"),
-        (Constrained([None, lambda tokens: [1.5], None]), r"the grammar of prompt 1 returned float64\[1\]"),
-        (Constrained([lambda tokens: np.zeros(2, np.uint32), None, None]), "the grammar of prompt 0 allows no token"),
+        (Constrained([None, lambda tokens: [1.5], None]), r"the grammar of prompt 2 returned float64\[1\]"),
+        (Constrained([lambda tokens: np.zeros(2, np.uint32), None, None]), "the grammar of prompt 1 allows no token"),
     ):
         with pytest.raises(ValueError, match=says):
             kvjax.generate(tiny, PROMPTS, sampler=sampler, **OPTIONS)

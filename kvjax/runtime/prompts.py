@@ -128,8 +128,10 @@ def _all_ids(
         try:
             if kind is None:
                 error = f" is {shown(row)}; give {allowed}{_hint(row)}"
-            elif kind == "ids" or known:
+            elif kind == "ids" or known or not row:
                 found.append(_ids(params, row, kind, **options))
+            else:
+                _check_untokenised(row)
         except ValueError as refused:
             error = f": {refused}"
         errors.append(error)
@@ -238,6 +240,15 @@ def _asked(
     for found, what in ((prompt, "prompt"), (asked, "question")):
         _check_ids(params, found, what)
     return prompt, asked
+
+
+def _check_untokenised(row: Any) -> None:
+    """Raise `ValueError` for text or chat messages that cannot be tokenised."""
+    if isinstance(row, str):
+        _check_text(row)
+    else:
+        for message in row:
+            check_message(message)
 
 
 def check_message(message: Any) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from kvjax._util.arguments import amount, plain, short, shown, whole
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
+from kvjax.runtime.prompts import refuse_rows
 from kvjax.runtime.sampling import Constrained, Own, RequestSampler, make_sampler
 
 
@@ -189,7 +190,7 @@ def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Requ
     """`check_request`, or one request per prompt if an option is a list. Prompts without their own seed get consecutive ones.
 
     Raises:
-        ValueError: as `check_request`, or lists have different lengths. For lists, the message names the prompt.
+        ValueError: as `check_request`, or lists have different lengths. For lists, the message numbers all prompts with invalid options.
     """
     options["max_new_tokens"] = max_new_tokens
     if options.get("sampler") is not None:
@@ -203,15 +204,17 @@ def check_requests(params: Params, max_new_tokens: Any, **options: Any) -> "Requ
         raise ValueError(
             f"options have different numbers of values: {said}; give one value for all prompts, or one for each"
         )
-    requests = []
+    requests, errors = [], []
     for i in range(next(iter(counts.values()))):
         own = {name: lists[name][i] if name in lists else value for name, value in options.items()}
         if "seed" not in lists:
             own["seed"] = whole("seed", options.get("seed", 0)) + i
         try:
             requests.append(check_request(params, **own))
+            errors.append(None)
         except ValueError as error:
-            raise ValueError(f"prompt {i}: {error}") from None
+            errors.append(f": {error}")
+    refuse_rows("prompt", errors)
     return requests
 
 

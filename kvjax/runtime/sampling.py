@@ -227,7 +227,7 @@ class Constrained(RequestSampler):
         for row, i, sampled in zip(bits, numbers, tokens, strict=True):
             grammar = None if i is None else self.grammars[i]
             if grammar is not None:
-                row[:] = checked_bits(grammar(sampled), vocabulary, f"the grammar of prompt {i}")
+                row[:] = checked_bits(grammar(sampled), vocabulary, f"the grammar of prompt {i + 1}")
         return Masked(self.sampler, jnp.asarray(bits))
 
 

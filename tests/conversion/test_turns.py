@@ -80,6 +80,17 @@ def test_a_template_that_has_a_usual_marker() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["marker0x", "CONTINUE_FINAL_MESSAGE_TAG"])
+def test_arguments_of_the_template_that_have_a_usual_marker(name: str) -> None:
+    """Also behind the messages, where some templates write the tools."""
+    model = tokenizer(TEMPLATE + "{% for tool in tools %}{{ tool.name }}{% endfor %}").for_chat(
+        {"tools": [{"name": name}]}
+    )
+    assert turns.split(model, [ASKED], 0, "Who", "?") == ("<|user|>Who", f"?</s>\n<|assistant|>{name}")
+    assert turns.following(model, [ASKED], 0) == f"</s>\n<|assistant|>{name}"
+    assert model.render([ASKED], continue_final_message=True) == "<|user|>Who?"
+
+
 def test_messages_that_templates_leave_out() -> None:
     """Content that is not shown, as that of a call of a tool, is told by the whole; a message that moves is refused."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
