@@ -225,8 +225,7 @@ class Constrained(RequestSampler):
         width = -(-vocabulary // 32)
         bits = np.full((len(numbers), width), 0xFFFFFFFF, np.uint32)
         for row, i, sampled in zip(bits, numbers, tokens, strict=True):
-            grammar = None if i is None else self.grammars[i]
-            if grammar is not None:
+            if i is not None and (grammar := self.grammars[i]) is not None:
                 row[:] = checked_bits(grammar(sampled), vocabulary, f"the grammar of prompt {i + 1}")
         return Masked(self.sampler, jnp.asarray(bits))
 
