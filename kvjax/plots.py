@@ -435,6 +435,9 @@ def check_format(path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: matplotlib does not support the format.
+
+    Example:
+        >>> kvjax.plots.check_format("kept.svg")
     """
     figures, _ = import_matplotlib()
     known, ending = figures.Figure().canvas.get_supported_filetypes(), Path(path).suffix[1:]

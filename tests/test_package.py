@@ -5,6 +5,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 import tomllib
 import types
@@ -125,13 +126,18 @@ WITH_DOWNLOADS = {"load", "generate", "iterate", "stream", "aot_compile", "plan"
 """Functions whose examples load the default model; the pages of the site run such calls."""
 
 FUNCTIONS = [name for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))]
-MORE = "plots.draw", "plots.costs", "plots.coloured_text", "plots.save", "conversion.from_hf", "conversion.to_hf"
+MORE = [
+    *(f"plots.{name}" for name in ("draw", "costs", "coloured_text", "save", "check_format")),
+    *(f"policies.{name}" for name in ("budget_tokens", "policies", "policy_class")),
+    *("conversion.from_hf", "conversion.to_hf", "runtime.inspection.retained_positions"),
+    *("evals.intervals.standard_error", "evals.intervals.mean_interval"),
+]
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *MORE, "runtime.inspection.retained_positions"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MORE])
 def test_public_functions_have_an_example_that_runs(name: str, tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_POLICIES", dict(registry._POLICIES))
-    function = functools.reduce(getattr, name.split("."), kvjax)
+    function = pkgutil.resolve_name(f"kvjax.{name}")
     (test,) = doctest.DocTestFinder(recurse=False).find(
         function, name, globs={"kvjax": kvjax, "params": tiny, "np": np}
     )

@@ -11,12 +11,25 @@ LEVEL = 0.95
 
 
 def standard_error(samples: Any) -> float:
-    """Standard error of the mean; NaN for a single sample."""
+    """Standard error of the mean; NaN for a single sample.
+
+    Example:
+        >>> from kvjax.evals.intervals import standard_error
+        >>> round(standard_error([1.0, 2.0, 3.0, 4.0]), 3)
+        0.645
+    """
     return float(np.std(samples, ddof=1)) / len(samples) ** 0.5 if len(samples) > 1 else float("nan")
 
 
 def mean_interval(samples: Any) -> tuple[float, float]:
-    """The mean of some numbers, and half the width of its interval; NaN for a single sample."""
+    """The mean of some numbers, and half the width of its interval; NaN for a single sample.
+
+    Example:
+        >>> from kvjax.evals.intervals import mean_interval
+        >>> mean, half = mean_interval([1.0, 2.0, 3.0, 4.0])  # 95 %, Student's t
+        >>> round(mean, 2), round(half, 2)
+        (2.5, 2.05)
+    """
     return means_interval([samples])
 
 

@@ -22,6 +22,10 @@ def budget_tokens(budget: int | float, tokens: int, least: int = 0) -> int:
         budget: number of tokens, or a fraction in (0, 1].
         tokens: tokens that the sequence will reach.
         least: minimum that a fraction gives: the slots that the policy needs at any sequence length.
+
+    Example:
+        >>> kvjax.policies.budget_tokens(0.25, tokens=1000), kvjax.policies.budget_tokens(64, tokens=1000)
+        (250, 64)
     """
     if isinstance(budget, int):
         return budget

@@ -44,6 +44,10 @@ def policies(*, trained: bool = True) -> dict[str, type[Policy]]:
 
     Args:
         trained: whether to include policies that need weights trained for a model.
+
+    Example:
+        >>> kvjax.policies.policies()["snapkv"] is kvjax.SnapKV
+        True
     """
     return {name: cls for name, cls in sorted(_POLICIES.items()) if trained or not cls.about.trained}
 
@@ -55,6 +59,10 @@ def policy_class(name: str) -> type[Policy]:
 
     Raises:
         PolicyError: there is no such policy. The message lists all names, and suggests the nearest.
+
+    Example:
+        >>> kvjax.policies.policy_class("StreamingLLM") is kvjax.StreamingLLM
+        True
     """
     found = same(name, policies())
     if found is None:
