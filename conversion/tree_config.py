@@ -97,7 +97,9 @@ def tunix_config(config: Any, family: str) -> ModelConfig:
 
 def _gemma(config: Any) -> ModelConfig:
     """`TransformerConfig` of the package gemma."""
-    if not (config.use_qk_norm and config.transpose_gating_einsum) or config.attn_logits_soft_cap is not None:
+    if config.attn_logits_soft_cap is not None:
+        raise CheckpointError("gemma: attn_logits_soft_cap is not supported, as attention kernels have no cap.")
+    if not (config.use_qk_norm and config.transpose_gating_einsum):
         raise CheckpointError("gemma: this is not a configuration of Gemma 3, the only supported generation.")
     return _gemma3(config, [kind.name == "LOCAL_SLIDING" for kind in config.attention_types])
 

@@ -35,7 +35,7 @@ ALONE = textwrap.dedent("""
     told = json.loads((folder / "programs.json").read_text())
     prefill, step = (jax.export.deserialize(bytearray((folder / f"{name}.bin").read_bytes())) for name in ("prefill", "step"))
     held = np.load(folder / "weights.npz")
-    weights = [held[one["name"]] for one in told["weights"]]
+    weights = [held[one["name"]].view(one["dtype"]) for one in told["weights"]]
     prompts = json.loads(sys.argv[2])
     tokens = np.zeros(told["prefill"][0]["shape"], np.int32)
     for row, prompt in zip(tokens, prompts):
@@ -69,7 +69,9 @@ def decoded(exported: kvjax.Exported, params: Params) -> list[list[int]]:
     return np.stack(answers, axis=1).tolist()
 
 
-def test_a_process_without_kvjax_runs_them(tiny, tmp_path):
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_a_process_without_kvjax_runs_them(dtype, tiny, tmp_path):
+    tiny = jax.tree.map(lambda leaf: leaf.astype(dtype), tiny)
     exported = kvjax.export(tiny, "treekv", 24, **SIZES)
     exported.save(tmp_path)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tiny)]

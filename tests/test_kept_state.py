@@ -10,7 +10,7 @@ from policies.driver import compositions, each, every_policy, offloads
 
 import kvjax
 from kvjax.models import Params
-from kvjax.policies import Policy, PolicyError
+from kvjax.policies import H2O, Policy, PolicyError, SnapKV, by_head
 
 PROMPTS = [np.random.default_rng(i).integers(0, 64, n).tolist() for i, n in enumerate((48, 20, 33))]
 OPTIONS: dict[str, Any] = {"ignore_eos": True, "return_state": True}
@@ -55,6 +55,21 @@ def test_it_has_what_is_kept(tiny):
     assert state.caches[0].cache.k.shape[0] == 1
     assert isinstance(state.caches[0].cache.k, np.ndarray)
     assert kvjax.generate(tiny, PROMPTS[0], "full", max_new_tokens=2).state is None
+
+
+def test_scores_of_every_kind_of_state(tiny):
+    """CaM's attention mass; and of `by_head`, those of the heads that have some."""
+    mass: Any = kvjax.generate(tiny, PROMPTS[0], "cam", 24, max_new_tokens=4, **OPTIONS)
+    for positions, scores, cached in zip(mass.state.positions, mass.state.scores, mass.state.caches, strict=True):
+        np.testing.assert_array_equal(scores, cached.mass[0])
+        assert (scores[positions >= 0] > 0).all()
+    policy = by_head({"a": H2O(budget=24), "b": SnapKV(budget=40)}, [["b", "a"], ["b", "b"]])
+    mixed: Any = kvjax.generate(tiny, PROMPTS[0], policy, max_new_tokens=4, **OPTIONS)
+    (first, second), positions = mixed.state.scores, mixed.state.positions[0]
+    assert second is None
+    assert first.shape == positions.shape
+    assert np.isnan(first[0]).all()
+    assert (first[1][positions[1] >= 0] > 0).all()
 
 
 def test_questions_and_given_tokens(tiny):

@@ -1,5 +1,7 @@
 """`Engine.score`: it is what `generate` reports, and its derivatives are slopes."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from policies.driver import compositions, each, every_policy
 
 import kvjax
 from kvjax.models import Params
+from kvjax.pallas_kernels.top_k import keys, reference
 from kvjax.policies import Policy, PolicyError
 from kvjax.runtime.decoding import padded
 
@@ -43,31 +46,42 @@ def test_it_is_what_generate_reports(policy, tiny):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def check_slope(policy: Policy, params: Params) -> None:
-    """The derivative of the score in a random direction of the weights is the slope, where nothing is chosen differently.
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """The library computes in float64 wherever it does in float32. Scores are ordered by their bits as float32."""
+    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
+        float32 = jnp.float32
 
-    Attention and norms are computed in float32 for weights of any type, so steps are no smaller than its rounding allows.
-    A choice that changes within a step is a jump: the value in the middle is then far from the mean of both ends.
+        def as_float32(scores: jax.Array) -> jax.Array:
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(jnp, "float32", float32)
+                return keys.ordered(scores)
+
+        patch.setattr(jnp, "float32", jnp.float64)
+        patch.setattr(reference, "ordered", as_float32)
+        yield
+
+
+def check_slope(policy: Policy, params: Params) -> None:
+    """The derivative of the score in a random direction of the weights is the slope.
+
+    Differences are taken in float64, over a step so small that nothing is chosen differently.
     """
     tokens = np.random.default_rng(9).integers(0, 64, (len(PROMPTS), STEPS)).astype(np.int32)
-    engine, given = engine_for(policy, params), (*padded(PROMPTS), tokens)
+    with in_float64():
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+        engine, given = engine_for(policy, params), (*padded(PROMPTS), tokens)
+        random = np.random.default_rng(0)
+        way = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) * np.std(x)), params)
 
-    @jax.jit
-    @jax.value_and_grad
-    def scored(step: Any, way: Params) -> jax.Array:
-        moved = jax.tree.map(lambda x, to: x + step * to, params, way)
-        return jnp.sum(engine.score(moved, *given))
+        @jax.jit
+        @jax.value_and_grad
+        def scored(step: Any) -> jax.Array:
+            return jnp.sum(engine.score(jax.tree.map(lambda x, to: x + step * to, params, way), *given))
 
-    for seed in range(8):
-        random = np.random.default_rng(seed)
-        way = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) * np.std(x), jnp.float32), params)  # noqa: B023
-        (less, _), (middle, slope), (more, _) = (
-            map(float, scored(jnp.float32(step), way)) for step in (-5e-4, 0, 5e-4)
-        )
-        if abs(less - 2 * middle + more) < 0.01 * abs(more - less):
-            np.testing.assert_allclose(slope, (more - less) / 1e-3, rtol=0.01)
-            return
-    pytest.fail("in every direction a choice changed")
+        (less, _), (_, slope), (more, _) = (map(float, scored(step)) for step in (-1e-6, 0.0, 1e-6))
+    assert abs(slope) > 0.01
+    np.testing.assert_allclose(slope, (more - less) / 2e-6, rtol=1e-5)
 
 
 @pytest.mark.rotating  # policies/test_gradients.py compares those of each policy's layer with slopes, in every run

@@ -94,6 +94,9 @@ class CaMLayer(StreamingLayer[CaM]):
         mass = jnp.take_along_axis(mass, jnp.maximum(stream.cache.pos, 0), axis=-1)
         return MergingCache(stream.cache, stream.budget, jnp.where(stream.cache.live, mass, 0.0)), carry
 
+    def slot_scores(self, state: MergingCache) -> Float[Array, "B K C"]:
+        return state.mass
+
     def append(self, state: State, token: Token) -> MergingCache:
         updated, (mass,) = cache.insert(state.cache, token, [(state.mass, 0.0)], rotated=self.rotated)
         return dataclasses.replace(state, cache=updated, mass=mass)

@@ -285,6 +285,10 @@ class CacheLayer(Generic[P]):
         """Return the kept tokens of all KV heads as a `LayerCache`, for inspection. By default the state's `cache`."""
         return state.cache
 
+    def slot_scores(self, state: State) -> Float[Array, "B K C"] | None:
+        """Return the score of each slot of `view`, for inspection. By default the state's `score`, None without one."""
+        return getattr(state, "score", None)
+
     def map_parts(self, change: "Callable[[CacheLayer[Any]], CacheLayer[Any]]") -> "CacheLayer[Any]":
         """Return the layer with `change` applied to each sublayer. Most layers are one sublayer with all KV heads."""
         return change(self)
@@ -392,6 +396,9 @@ class WrappedLayer(CacheLayer[P]):
 
     def view(self, state: State) -> LayerCache:
         return self.inner.view(state)
+
+    def slot_scores(self, state: State) -> Float[Array, "B K C"] | None:
+        return self.inner.slot_scores(state)
 
 
 def check_reads_blocks(layer: CacheLayer[Any]) -> None:

@@ -91,8 +91,12 @@ class KeptState:
 
     @property
     def scores(self) -> tuple[Float[np.ndarray, "K C"] | None, ...]:
-        """The policy's score of each slot, in each layer, such as the attention mass of H2O. None without scores."""
-        found = (getattr(cache, "score", None) for cache in self.caches)
+        """The policy's score of each slot, in each layer, such as the attention mass of H2O and CaM. None without scores.
+
+        Of `by_head`, scores are NaN for heads whose policy has none.
+        """
+        caches = jax.tree.map(jax.numpy.asarray, self.caches)
+        found = (self.policy.layer(spec).slot_scores(state) for spec, state in zip(self.specs, caches, strict=True))
         return tuple(None if score is None else np.asarray(score)[0] for score in found)
 
     @property

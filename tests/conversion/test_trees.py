@@ -263,6 +263,10 @@ def test_configurations_of_tunix_and_gemma() -> None:
     assert tree_config(wide, "gemma") == from_hf(gemma3 | {"query_pre_attn_scalar": 8})
     with pytest.raises(CheckpointError, match="not a configuration of Gemma 3"):
         tree_config(SimpleNamespace(**GEMMA_OWN, **own | {"use_qk_norm": False}), "gemma")
+    with pytest.raises(
+        CheckpointError, match="attn_logits_soft_cap is not supported, as attention kernels have no cap"
+    ):
+        tree_config(SimpleNamespace(**GEMMA_OWN, **own | {"attn_logits_soft_cap": 50.0}), "gemma")
     with pytest.raises(CheckpointError, match="a model with 8 experts"):
         tree_config(of_module("tunix.models.qwen3.model", **plain, num_experts=8), "tunix")
 

@@ -13,6 +13,7 @@ from policies.driver import TINY, each, every_policy
 
 import kvjax
 from kvjax.cache import layer_specs
+from kvjax.config import RopeConfig
 from kvjax.models import Params, init
 from kvjax.policies import Policy, PolicyError, get_policy, policies
 
@@ -44,8 +45,8 @@ def weights() -> Params:
 
 def model_with(page: dict[str, Any], weights: Params, policy: Policy) -> Any:
     """The page's model with a kvjax model's weights."""
-    specs = layer_specs(TINY, 2, 48, NEW, jnp.float32)
-    model = page["Llama"](TINY, specs, policy, nnx.Rngs(0))
+    specs = layer_specs(weights.config, 2, 48, NEW, jnp.float32)
+    model = page["Llama"](weights.config, specs, policy, nnx.Rngs(0))
     model.embed.embedding[...], model.norm.scale[...] = weights.embed, weights.norm
     model.head.kernel[...] = weights.head.T
     for block, layer in zip(model.blocks, weights.layers, strict=True):
@@ -73,6 +74,18 @@ def test_its_tokens_are_those_of_kvjax(page, weights):
     """With the page's own policy."""
     assert page["config"] == TINY
     check(page["policy"], page, weights)
+
+
+SCALED = {"rope": RopeConfig(theta=10.0, dim=0), "scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(SCALED, marks=pytest.mark.slow, id="scaled"), pytest.param({"window": 32}, id="window")]
+)
+def test_so_are_those_of_other_attention(changes, page):
+    """A scale, no rotation, and layers with a sliding window, which the policy does not compress."""
+    config = TINY.with_attention(**changes)
+    check(kvjax.TreeKV(budget=24).for_model(config), page, init(config, jax.random.key(3)))
 
 
 @each(POLICIES, later=True)

@@ -207,17 +207,36 @@ class ByHeadLayer(CacheLayer[ByHead]):
 
     def view(self, state: tuple[State, ...]) -> LayerCache:
         caches = [part.layer.view(own) for part, own in zip(self.parts, state, strict=True)]
-        size = max(each.pos.shape[-1] for each in caches)
-        back = np.argsort(np.concatenate([part.heads for part in self.parts]))
 
         def join(name: str, fill: Any) -> Array:
-            arrays = [getattr(each, name) for each in caches]
-            widths = [[(0, 0), (0, 0), (0, size - a.shape[2])] + [(0, 0)] * (a.ndim - 3) for a in arrays]
-            padded = [jnp.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)]
-            return jnp.concatenate(padded, axis=1)[:, back]
+            return self._joined([getattr(each, name) for each in caches], fill)
 
-        following = jnp.concatenate([each.next for each in caches], axis=1)[:, back]
+        following = jnp.concatenate([each.next for each in caches], axis=1)[:, self._back]
         return LayerCache(join("k", 0), join("v", 0), join("pos", -1), join("weight", 0), following, caches[0].seen)
+
+    def slot_scores(self, state: tuple[State, ...]) -> Float[Array, "B K C"] | None:
+        """Scores of all groups. They are NaN for the heads of a group without scores."""
+        parts = list(zip(self.parts, state, strict=True))
+        found = [part.layer.slot_scores(own) for part, own in parts]
+        if all(score is None for score in found):
+            return None
+        shapes = [part.layer.view(own).pos.shape for part, own in parts]
+        arrays = [
+            jnp.full(shape, jnp.nan) if score is None else score for score, shape in zip(found, shapes, strict=True)
+        ]
+        return self._joined(arrays, jnp.nan)
+
+    def _joined(self, arrays: Sequence[Array], fill: Any) -> Array:
+        """Arrays of the groups as one array of all KV heads, in the layer's order, padded to the same number of slots."""
+        size = max(a.shape[2] for a in arrays)
+        widths = [[(0, 0), (0, 0), (0, size - a.shape[2])] + [(0, 0)] * (a.ndim - 3) for a in arrays]
+        padded = [jnp.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)]
+        return jnp.concatenate(padded, axis=1)[:, self._back]
+
+    @property
+    def _back(self) -> Any:
+        """Index of each KV head of the layer among the heads of all groups."""
+        return np.argsort(np.concatenate([part.heads for part in self.parts]))
 
     @property
     def _layers(self) -> list[CacheLayer[Any]]:
