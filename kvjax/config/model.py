@@ -412,7 +412,11 @@ class ModelConfig:
         )
 
     def with_depth(self, num_layers: int) -> "ModelConfig":
-        """The model with its first `num_layers` layers, which repeat if there are fewer."""
+        """The model with its first `num_layers` layers, which repeat if there are fewer.
+
+        Raises:
+            ValueError: none of these layers has attention. Qwen3.5 has it in every fourth layer.
+        """
         return dataclasses.replace(self, layers=tuple(itertools.islice(itertools.cycle(self.layers), num_layers)))
 
     def with_attention(self, **changes: Any) -> "ModelConfig":
