@@ -381,7 +381,8 @@ def _check_session(request: ChatRequest) -> None:
     # A row ends some tokens after a stop string, and these cannot be taken out of its cache again.
     for name, given in (("stop", bool(request.stop)), ("n", (request.n or 1) > 1)):
         if given:
-            raise APIError(400, f"session and {name} are not supported together; omit one", param=name)
+            said = f"session and {name} are not supported together; omit one"
+            raise APIError(400, said, param=name, code="unsupported_with_session")
     if request.messages[-1].role not in ("user", "tool"):
         raise APIError(
             400, "with session, the last message must be of a user or a tool", param="messages", code="invalid_messages"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import core_schema
 
 from kvjax.runtime.top_tokens import MOST as MOST_TOPS
@@ -141,8 +141,21 @@ def _shallow(value: Any) -> Any:
 Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """A JSON object with any content."""
 
-Positive = Annotated[int, Field(ge=1, le=2**30)]
-TopCount = Annotated[int, Field(ge=0, le=MOST_TOPS)]
+
+def _whole(value: Any) -> Any:
+    """2 for 2.0, which is the same number in JSON."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _wholes(value: Any) -> Any:
+    return list(map(_whole, value)) if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""Of whole numbers. It comes last, as limits before it are then in the JSON schema."""
+
+Positive = Annotated[int, Field(ge=1, le=2**30), WHOLE]
+TopCount = Annotated[int, Field(ge=0, le=MOST_TOPS), WHOLE]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
@@ -152,6 +165,9 @@ Listed = Annotated[list[Item], Field(fail_fast=True)]
 
 Several = Annotated[list[Item], Field(fail_fast=True, min_length=1)]
 """Such a list, which is not empty."""
+
+
+TokenIds = Annotated[Several[TokenId], BeforeValidator(_wholes)]
 
 
 class StreamOptions(Strict):
@@ -170,13 +186,13 @@ class Sampled(Strict):
     max_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Listed[TokenId] | None = None
+    stop_token_ids: Annotated[Listed[TokenId], BeforeValidator(_wholes)] | None = None
     ignore_eos: bool | None = None
-    seed: int | None = None
+    seed: Annotated[int, WHOLE] | None = None
     user: str | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -189,10 +205,10 @@ class Sampled(Strict):
 class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
-    prompt: Text | Several[Text] | Several[TokenId] | Several[Several[TokenId]]
+    prompt: Text | Several[Text] | TokenIds | Several[TokenIds]
     logprobs: TopCount | None = None
     echo: Annotated[bool | None, Only((False,))] = None
-    best_of: Annotated[int | None, Only((1,))] = None
+    best_of: Annotated[int | None, Only((1,)), WHOLE] = None
     suffix: Annotated[str | None, Only(("",))] = None
 
 
@@ -216,7 +232,7 @@ class ToolCall(Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Annotated[int, WHOLE] | None = None
 
 
 class Message(Strict):

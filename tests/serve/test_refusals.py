@@ -80,7 +80,13 @@ def test_fields_are_refused_by_name(client: Client, body: dict[str, Any], param:
 
 def test_neutral_values_of_unsupported_fields_are_taken(client: Client) -> None:
     neutral = {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "n": None, "stop": None}
-    neutral |= {"stream_options": {"include_usage": True, "include_obfuscation": False}, "seed": -(2**70)}
+    neutral |= {
+        "n": 1.0,
+        "top_k": 0.0,
+        "stop_token_ids": [3.0],
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "seed": -(2**70),
+    }
     more = {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "model": "tiny", "top_k": -1, "top_p": 1}
     assert client.post("/v1/completions", TEXT | neutral | more | {"max_tokens": 1}).status == 200
     said = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": "b", "refusal": None}]

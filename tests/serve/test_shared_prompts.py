@@ -18,6 +18,20 @@ def ask(client: Client, prompt: list[int], key: str, **more: Any) -> tuple[int, 
     return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"]
 
 
+def talk(client: Client) -> list[tuple[int, int, Any]]:
+    """A conversation that sends all messages at each turn, as the web page does: tokens of each prompt, reused ones, and choices."""
+    messages: list[dict[str, Any]] = []
+    found: list[tuple[int, int, Any]] = []
+    for text in ("abcdefghijklmn", "opqrstuvwxyzAB", "CDEFGHIJKLMNOP", "QRSTUVWXYZ0123"):
+        messages = [*messages, {"role": "user", "content": text}]
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True, "ignore_eos": True}
+        reply = client.post("/v1/chat/completions", body, headers={"authorization": "Bearer one"}).json
+        usage, choices = reply["usage"], reply["choices"]
+        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], choices))
+        messages.append({"role": "assistant", "content": choices[0]["message"]["content"]})
+    return found
+
+
 def metric(client: Client, name: str) -> float:
     """A metric by its name."""
     lines = client.get("/metrics", headers={"authorization": "Bearer one"}).text.splitlines()
@@ -30,6 +44,7 @@ def test_stored_states_are_used_by_their_own_key(letters: Params) -> None:
     prompts = [begun + random.integers(0, 62, 20).tolist() for _ in range(4)]
     with serving(letters, "snapkv:40", block=16, keys=KEYS) as plain:
         expected = [ask(plain, prompt, "one") for prompt in prompts]
+        talked = talk(plain)
     assert [reused for reused, _ in expected] == [0] * 4
     with serving(letters, "snapkv:40", block=16, prefixes=4, keys=KEYS) as client:
         found = [ask(client, prompt, "one") for prompt in prompts]
@@ -42,6 +57,11 @@ def test_stored_states_are_used_by_their_own_key(letters: Params) -> None:
         assert reused >= 48
         assert [choice["token_ids"] for choice in choices] == [expected[3][1][0]["token_ids"]] * 3
         assert len(client.server.batch.prefixes) <= 4
+        again = talk(client)
+        assert [choices for *_, choices in again] == [choices for *_, choices in talked]
+        # A turn goes on from the whole blocks of the turn before the last, but for its last tokens, which are in one block.
+        assert [reused for _, reused, _ in again] == [0, 0, 0, (again[1][0] - 16) // 16 * 16]
+        assert again[3][1] > 0
     with serving(letters, "snapkv:40", block=16, prefixes=1, prefix_host_bytes=1 << 20, keys=KEYS) as client:
         compiled = metric(client, "compilations_total")
         for key in ("one", "two"):  # the state of the one moves to host memory when that of the other is stored
