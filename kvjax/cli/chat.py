@@ -10,7 +10,14 @@ from rich.text import Text
 
 from . import checks, console
 from .hyperparameters import read_policy
-from .options import BudgetOption, MeshModelOptions, PolicyOption, PrefillBlockOption, SetOption
+from .options import (
+    BudgetOption,
+    MeshModelOptions,
+    PolicyOption,
+    PrefillBlockOption,
+    SetOption,
+    read_standard_input,
+)
 
 if TYPE_CHECKING:
     from kvjax.models import Params
@@ -77,7 +84,7 @@ def _messages() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = read_standard_input("give it messages, one per line", line=True)
         if not line:
             return
         if line.strip():

@@ -211,12 +211,28 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a text to continue, --prompt-file, or standard input", param_hint="PROMPT")
+    return read_standard_input("give the prompt as an argument").removesuffix("\n")
+
+
+def read_standard_input(instead: str, *, line: bool = False) -> str:
+    """Read standard input.
+
+    Args:
+        instead: what to do where it is closed, for messages.
+        line: whether to read one line, with its end, instead of everything.
+
+    Raises:
+        ValueError: it is not text, or has more than `TEXT_BYTES` characters.
+        OSError: it cannot be read.
+    """
+    read = sys.stdin.readline if line else sys.stdin.read
     try:
-        text = sys.stdin.read(TEXT_BYTES + 1)
+        text = read(TEXT_BYTES + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input: not {error.encoding} text ({error.reason} at byte {error.start})") from None
     except OSError as error:
-        raise OSError(error.errno, f"{reason(error)}; give the prompt as an argument", "standard input") from None
+        raise OSError(error.errno, f"{reason(error)}; {instead}", "standard input") from None
     if len(text) > TEXT_BYTES:
-        raise ValueError(f"standard input: more than {TEXT_BYTES} characters; give a shorter prompt")
-    return text.removesuffix("\n")
+        within = " in a line" if line else ""
+        raise ValueError(f"standard input: more than {TEXT_BYTES} characters{within}; give a shorter prompt")
+    return text

@@ -20,7 +20,7 @@ from .families.scoring import last_queries
 from .fields import check_fields
 from .info import PolicyError, PolicyInfo, not_bound
 from .layer import CacheLayer, Carry, read_as_prompt
-from .profile import HeadProfile, Labels, find, missing
+from .profile import HeadProfile, Labels, check_head_profile, find, missing
 from .registry import register
 from .transforms.by_head import by_head
 
@@ -244,10 +244,7 @@ class CateKV(Policy):
             raise PolicyError(
                 f"{self.info.name}: eta={self.eta} conflicts with adaptive=, whose policy gets all tokens. Give one of them."
             )
-        if not isinstance(self.profile, tuple | HeadProfile | str | None):
-            raise PolicyError(
-                f"{self.info.name}: profile={self.profile!r} is not valid. Give a HeadProfile, its path, or labels as a tuple of tuples."
-            )
+        check_head_profile(self.info.name, self.profile)
 
     def validate(self, tokens: int) -> None:
         self._layout.validate(self.info.name, tokens)

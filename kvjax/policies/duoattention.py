@@ -14,7 +14,7 @@ from .fields import check_fields
 from .full import Full
 from .info import PolicyError, PolicyInfo, not_bound
 from .layer import CacheLayer
-from .profile import HeadProfile, Labels, find, missing
+from .profile import HeadProfile, Labels, check_head_profile, find, missing
 from .registry import register
 from .streaming_llm import StreamingLayer, StreamingLLM
 from .transforms.by_head import by_head
@@ -89,10 +89,7 @@ class DuoAttention(Policy):
             raise PolicyError(
                 f"{self.info.name}: sparsity={self.sparsity} is out of range. Give a share of the heads from 0 to 1."
             )
-        if not isinstance(self.profile, tuple | HeadProfile | str | None):
-            raise PolicyError(
-                f"{self.info.name}: profile={self.profile!r} is not valid. Give a HeadProfile, its path, or labels as a tuple of tuples."
-            )
+        check_head_profile(self.info.name, self.profile)
         if isinstance(self.profile, tuple) and self.sparsity is not None:
             raise PolicyError(
                 f"{self.info.name}: sparsity={self.sparsity} conflicts with labels of all heads. Give one of them."

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax._util import files, user_files
+from kvjax._util.arguments import short
 from kvjax.config import MLPConfig, ModelConfig
 
 from .info import PolicyError
@@ -137,6 +138,21 @@ class HeadProfile(Profile):
     def heads(self, label: str) -> list[tuple[int, int]]:
         """The (layer, head) pairs with this label, in order."""
         return [(i, j) for i, layer in enumerate(self.labels) for j, other in enumerate(layer) if other == label]
+
+
+def check_head_profile(name: str, profile: Any) -> None:
+    """Raise `PolicyError` unless a hyperparameter is a `HeadProfile`, a path, None, or labels as a tuple of tuples of text.
+
+    Args:
+        name: the policy, for messages.
+        profile: the hyperparameter.
+    """
+    layers = profile if isinstance(profile, tuple) else ()
+    texts = all(isinstance(layer, tuple) and all(isinstance(label, str) for label in layer) for layer in layers)
+    if not texts or profile == () or not isinstance(profile, tuple | HeadProfile | str | None):
+        raise PolicyError(
+            f"{name}: profile={short(profile)} is not valid. Give a HeadProfile, its path, or labels as a tuple of tuples."
+        )
 
 
 P = TypeVar("P", bound=Profile)

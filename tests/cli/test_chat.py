@@ -1,7 +1,10 @@
 """`kvjax chat`: each line is a message of one session."""
 
+import importlib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import kvjax
 from kvjax.models import Params
@@ -43,3 +46,19 @@ def test_refusals(kvjax_command: Any, checkpoint: Path) -> None:
     result = kvjax_command("chat", "--model", checkpoint, "--temperature", "-1", stdin="hi\n")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "temperature=-1.0" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("stdin", "says"),
+    [
+        (b"a line that does not end", "standard input: more than 9 characters in a line; give a shorter prompt"),
+        (b"a\xff\n", "standard input: not utf-8 text (invalid start byte at byte 1)"),
+    ],
+)
+def test_lines_that_are_no_messages(
+    kvjax_command: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stdin: bytes, says: str
+) -> None:
+    monkeypatch.setattr(importlib.import_module("kvjax.cli.options"), "TEXT_BYTES", 9)
+    result = kvjax_command("chat", "--model", checkpoint, *OPTIONS, stdin=stdin)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert says in result.stderr

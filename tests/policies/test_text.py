@@ -117,6 +117,12 @@ def test_a_list_of_policies():
         ("then(snapkv)", r"then takes two policies. Write them as in then\(snapkv:0.25; quest:256\)"),
         ("by_head(a=full)", r"profile is missing. Give profile="),
         ("offloaded(treekvv)", r"unknown policy 'treekvv'.*Did you mean 'treekv'"),
+        (
+            "duoattention:profile=(1,(1,))",
+            r"profile=\(1, \(1,\)\) is not valid. Give a HeadProfile, its path, or labels",
+        ),
+        ("catekv:profile=('adaptive',)", r"profile=\('adaptive',\) is not valid"),
+        ("catekv:profile=()", r"profile=\(\) is not valid"),
         ("kivi:4", r"'kivi:4': kivi has no budget that '4' could set. Write NAME=VALUE, with bits, group, residual"),
         ("full:64", r"'full:64': full has no budget that '64' could set. It takes no hyperparameters"),
         ("turboquant:budget=64", r"policy 'turboquant' has no hyperparameter 'budget'"),
