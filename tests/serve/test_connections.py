@@ -12,7 +12,7 @@ from serve_client import Client
 
 from kvjax.serve.protocol import within
 
-SECONDS = 0.4
+SECONDS = 1.0
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +55,8 @@ def test_clients_without_headers_are_disconnected(client: Client) -> None:
         while not read.done():
             writer.write(trickle)
             await asyncio.wait({read}, timeout=SECONDS / 8)
-        assert (await read) == b""
+        with contextlib.suppress(ConnectionResetError):  # a byte was on its way
+            assert (await read) == b""
         writer.close()
         return asyncio.get_running_loop().time() - begun
 
