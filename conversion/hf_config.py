@@ -1032,7 +1032,7 @@ def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
         case "llama3":
             return Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
         case "yarn":
-            factor = _or(rope.factor, window / original)
+            factor = number("factor") if window == original else _or(rope.factor, window / original)
             return Yarn(
                 factor=factor,
                 original_max_position=original,

@@ -56,6 +56,14 @@ def test_a_file_that_says_it_is_empty_is_bounded_too() -> None:
         user_files.read_bytes(maps, 100)
 
 
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    memory = Path("/proc/self/mem")  # whose first bytes nobody can read
+    if not memory.exists():
+        pytest.skip("this system has no /proc")
+    with pytest.raises(OSError, match="/proc/self/mem"):
+        user_files.read_bytes(memory)
+
+
 def test_text(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes("a\r\nb\rc\u2028ä".encode())
     assert user_files.read_text(tmp_path / "file") == "a\nb\nc\u2028ä"

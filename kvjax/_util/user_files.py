@@ -70,7 +70,10 @@ def read_bytes(path: str | Path, most_bytes: int = DATA_BYTES) -> bytes:
     """
     with opened(path, most_bytes) as stream:
         # Files of the kernel may have more bytes than their size, or block; then nothing is returned.
-        content: bytes = stream.read(most_bytes + 1) or b""
+        try:
+            content: bytes = stream.read(most_bytes + 1) or b""
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
     if len(content) > most_bytes:
         raise ValueError(f"{expanded(path)}: more than {most_bytes} bytes; files of at most that many are read here")
     return content

@@ -249,6 +249,7 @@ def test_scalings() -> None:
             "unsupported rope type 'dynamic'; supported are default",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs a number low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' needs a number factor"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "short_factor has 1 numbers; give one for each of 4 rotated pairs",
