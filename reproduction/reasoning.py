@@ -205,11 +205,41 @@ def section(content: Mapping[str, Any]) -> str:
     about, rows = content["header"]["settings"], content["rows"]
     counts = sorted({len(row["scores"]) for row in rows})
     return f"""\
-GSM8K, {" to ".join(map(str, counts))} problems, zero-shot with step-by-step reasoning in up to {about["new_tokens"]} tokens (`python -m reproduction.reasoning`). {models.title(about)} in {about["dtype"]} on one {device(content["header"])}.
+{conclusion(rows)}GSM8K, {" to ".join(map(str, counts))} problems, zero-shot with step-by-step reasoning in up to {about["new_tokens"]} tokens (`python -m reproduction.reasoning`). {models.title(about)} in {about["dtype"]} on one {device(content["header"])}.
 Every policy has {about["budget"]} slots per head for problem and answer. Some hold more between compressions, so compare the bytes too. Means and standard errors in percent. Differences from the full cache are paired over
 problems that both have answered. *Ended*: answers that ended by themselves.
 {"" if all("answers" in row for row in rows) else UNMENDED}
 {table(rows)}"""
+
+
+def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Policies that lose nothing significant against the full cache, by two standard errors, and those that lose something."""
+    full = next((row for row in rows if row["policy"] == "full"), None)
+    if full is None:
+        return ""
+    kept, lost = [], []
+    for row in rows:
+        count = min(len(row["scores"]), len(full["scores"]))
+        change = 100 * np.subtract(row["scores"][:count], full["scores"][:count], dtype=float)
+        if row is not full and len(change) > 1:
+            (lost if np.mean(change) < -2 * standard_error(change) else kept).append((row, -np.mean(change)))
+    told = []
+    for found, says in ((kept, "lose nothing significant"), (lost, "lose {} points")):
+        if found:
+            names = [f"`{row['policy']}`" for row, _ in found]
+            points = says.format(_range([points for _, points in found]))
+            held = _range([100 * row["held"] / row["full"] for row, _ in found])
+            told.append(f"{_listed(names)} {points} with {held} % of the bytes.")
+    return f"**{' '.join(told)}** " if told else ""
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{value:.0f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

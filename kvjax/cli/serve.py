@@ -209,7 +209,7 @@ def serve(
             param_hint="--prefix-host-bytes",
         )
     if sessions is not None and prefill_block is None:
-        raise typer.BadParameter("conversations are continued in blocks. Give --prefill-block", param_hint="--sessions")
+        raise typer.BadParameter("conversations are continued in blocks; give --prefill-block", param_hint="--sessions")
     params = source.load()
     page = not no_page and params.tokenizer is not None
     batch = make_batch(

@@ -67,7 +67,7 @@ def test_commands_of_the_page_are_understood(kvjax_command: Any, tmp_path: Path)
     unit = configparser.ConfigParser()
     unit.optionxform = str
     unit.read_string(blocks["ini"])
-    commands = re.findall(r"^kvjax serve .*$", PAGE, re.MULTILINE)
+    commands = re.findall(r"^kvjax serve .*$", PAGE.replace("\\\n", ""), re.MULTILINE)
     assert len(commands) == 2
     (keys := tmp_path / "keys").write_text("sesame\n")
     for words in (
