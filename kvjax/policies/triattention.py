@@ -179,7 +179,7 @@ class TriAttention(PromptScorer):
         grouped = found.reshape(-1, group, *found.shape[1:])
         if self.gqa == "mean_stats":
             grouped = grouped.mean(axis=1, keepdims=True)
-        return [jnp.asarray(grouped[:, :, i])[spec.head_ids] for i in range(3)]
+        return [jnp.asarray(grouped[:, :, i], jnp.float32)[spec.head_ids] for i in range(3)]
 
 
 @flax.struct.dataclass

@@ -129,7 +129,7 @@ def _all_fit(run: Run, longest: int) -> bool:
 
 
 def _units(mlp: MLPConfig | MoEConfig, tokens: int) -> int:
-    """Hidden units of a layer that are in memory together while it reads so many tokens."""
+    """Hidden units of a layer that are in memory together while it reads this number of tokens."""
     return mlp.active_width * (min(tokens, EXPERT_TOKENS) if isinstance(mlp, MoEConfig) else tokens)
 
 

@@ -16,7 +16,7 @@ from .errors import APIError
 
 
 def within(seconds: float) -> Any:
-    """The protocol for a server whose clients have so many seconds for their headers, as `uvicorn.Config` takes it."""
+    """The protocol of a server that gives clients `seconds` to send their headers, for `uvicorn.Config(http=)`."""
     return functools.partial(_Protocol, seconds)
 
 

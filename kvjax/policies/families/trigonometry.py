@@ -39,8 +39,8 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Float[np.ndarray, " F"], Flo
     """Return the rotation angle per position in radians, and the rotation's amplitude, for each of `pairs`."""
     turned, passed = len(rope.inv_freq), head_dim // 2 - len(rope.inv_freq)
     return (
-        np.asarray([*rope.inv_freq, *[0.0] * passed], np.float32),
-        np.asarray([rope.amplitude] * turned + [1.0] * passed, np.float32),
+        np.asarray([*rope.inv_freq, *[0.0] * passed], jnp.float32),
+        np.asarray([rope.amplitude] * turned + [1.0] * passed, jnp.float32),
     )
 
 
