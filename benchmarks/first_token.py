@@ -7,7 +7,8 @@
 A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. TTFT is the wall
 clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for n tokens. Each t
 is the median of 5 calls after one that is not counted. `bound_ms` is the bandwidth bound of a step with the full
-cache. Both programs get lists of token ids, and neither stops early. Run them one after the other on one machine, so
+cache. Of a mixture of experts it assumes a random router; `--count-experts`, in a run of its own, generates the tokens
+of the timed calls again, counts the distinct experts that their steps read, and adds the bound with those. Both programs get lists of token ids, and neither stops early. Run them one after the other on one machine, so
 that each has the GPU to itself. `--peer` adds the lines that the other one printed. `python -m benchmarks.tables
 --write` then puts both into README.md.
 """
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--first-only", action="store_true", help="measure no TPOT")
+    parser.add_argument("--count-experts", action="store_true", help="of the steps of a call, instead of times")
     parser.add_argument("--out", type=Path, help="result file of kvjax; printed alone if not given")
     parser.add_argument("--peer", type=Path, help="lines that vLLM's run printed, which are added to the result file")
     args = parser.parse_args()
@@ -74,13 +76,11 @@ def main() -> None:
                 **report.measured_here(),
             }
             try:
-                first = _seconds(generate, prompts, 1)
-                row |= {"ttft_s": statistics.median(first), "calls_1": first}
-                if not args.first_only:
-                    long = _seconds(generate, prompts, NEW)
-                    row |= {"calls_513": long}
-                    row["tpot_ms"] = 1e3 * (statistics.median(long) - row["ttft_s"]) / (NEW - 1)
-                    if policy == "full" and args.devices == 1:
+                if args.count_experts:
+                    row |= _experts_read(config, generate, prompts, row["device"])
+                else:
+                    row |= _times(generate, prompts, first_only=args.first_only)
+                    if not args.first_only and policy == "full" and args.devices == 1:
                         row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"])
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
@@ -94,6 +94,16 @@ def main() -> None:
                 _keep(args.out, json.loads(line))
 
 
+def _times(generate: Generate, prompts: list[list[int]], *, first_only: bool) -> dict[str, Any]:
+    """Columns of a case: times of calls, and what they give."""
+    first = _seconds(generate, prompts, 1)
+    found = {"ttft_s": statistics.median(first), "calls_1": first}
+    if first_only:
+        return found
+    long = _seconds(generate, prompts, NEW)
+    return found | {"calls_513": long, "tpot_ms": 1e3 * (statistics.median(long) - found["ttft_s"]) / (NEW - 1)}
+
+
 def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> list[float]:
     """Wall clock of each call."""
     generate(prompts, new)
@@ -105,17 +115,46 @@ def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> list[flo
     return times
 
 
-def _bound_ms(config: ModelConfig, prompt: int, rows: int, device: str) -> float | None:
+def _bound_ms(config: ModelConfig, prompt: int, rows: int, device: str, experts: float | None = None) -> float | None:
     """Milliseconds to read the weights and the full caches, halfway through the answers; None if the bandwidth is not known.
 
-    Experts count as if the router chose at random.
+    Args:
+        experts: distinct experts of a layer that a step reads; those of a random router if None.
     """
     from kvjax.bench.floor import bandwidth, weight_bytes
     from kvjax.models import abstract
 
     rate = bandwidth(device)
-    read = weight_bytes(abstract(config, "bfloat16"), rows) + rows * config.cache_bytes(prompt + NEW // 2, 2)
+    weights = weight_bytes(abstract(config, "bfloat16"), rows, experts)
+    read = weights + rows * config.cache_bytes(prompt + NEW // 2, 2)
     return None if rate is None else 1e3 * read / rate
+
+
+def _experts_read(config: ModelConfig, generate: Generate, prompts: list[list[int]], device: str) -> dict[str, Any]:
+    """Distinct experts that a layer reads in a step, the mean over layers and steps of a call, and the bound with them."""
+    import jax
+
+    from kvjax.models import experts
+
+    counts: list[int] = []
+    route = experts.route
+
+    def counting(config: Any, router: Any, x: Any, *biases: Any) -> Any:
+        chosen, weights = route(config, router, x, *biases)
+        if len(x) == len(prompts):  # a step, not a prompt
+            jax.debug.callback(lambda found: counts.append(len(np.unique(found))), chosen)
+        return chosen, weights
+
+    experts.route = counting
+    jax.clear_caches()
+    try:
+        generate(prompts, NEW)
+        jax.effects_barrier()
+    finally:
+        experts.route = route
+    read = statistics.mean(counts)
+    bound = _bound_ms(config, len(prompts[0]), len(prompts), device, read)
+    return {"experts_read": read, "experts_counted": len(counts), "bound_experts_read_ms": bound}
 
 
 def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str, Generate, dict[str, Any]]]:
@@ -183,10 +222,12 @@ def vllm(config: ModelConfig, longest: int, devices: int) -> tuple[Generate, dic
 
 
 def _keep(path: Path, row: dict[str, Any]) -> None:
-    """Put a row into a result file, in place of an earlier one of the same case."""
+    """Put a row into a result file, over an earlier one of the same case, whose other columns stay."""
     header, rows = report.begun(path, report.header(weights="random"))
     same = ("program", "shape", "policy", "prompt", "rows", "layers", "devices", "device")
-    report.write(path, header, [*(old for old in rows if any(old[key] != row[key] for key in same)), row])
+    others = [old for old in rows if any(old[key] != row[key] for key in same)]
+    earlier = next((old for old in rows if old not in others), {})
+    report.write(path, header, [*others, earlier | row])
 
 
 if __name__ == "__main__":

@@ -25,17 +25,23 @@ def bandwidth(device_kind: str) -> float | None:
     return None if device is None else device.bandwidth
 
 
-def weight_bytes(params: Params, rows: int = 1) -> int:
-    """Bytes of weights that a decode step of `rows` rows reads on each device.
+def weight_bytes(params: Params, rows: int = 1, experts: float | None = None) -> int:
+    """Bytes of weights that a decode step reads on each device.
 
-    All weights are read, except an untied embedding and experts that no row passes through. Experts are counted as if the
-    router chose at random (`MoEConfig.experts_hit`).
+    All weights are read, except an untied embedding and experts that no row passes through.
+
+    Args:
+        params: the weights, or their shapes.
+        rows: rows of the batch.
+        experts: distinct experts of a layer that the rows pass through. If None, as many as a router that chooses at random
+            would hit (`MoEConfig.experts_hit`).
     """
     unread = 0.0 if params.head is None else float(bytes_per_device(params.embed))
     for kind, layer in zip(params.config.layers, params.layers, strict=True):
         if isinstance(kind.mlp, MoEConfig) and isinstance(layer.mlp, Experts):
-            experts = layer.mlp.gate_experts, layer.mlp.up_experts, layer.mlp.down_experts
-            unread += bytes_per_device(experts) * (1 - kind.mlp.experts_hit(rows) / kind.mlp.experts)
+            held = layer.mlp.gate_experts, layer.mlp.up_experts, layer.mlp.down_experts
+            read = kind.mlp.experts_hit(rows) if experts is None else experts
+            unread += bytes_per_device(held) * (1 - read / kind.mlp.experts)
     return bytes_per_device(params) - round(unread)
 
 
