@@ -95,7 +95,11 @@ def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None
     if norm is not None and mixer.joint_qk_norm:
         h = layer.norm(norm)(h)
     h = h.reshape(*h.shape[:-1], -1, mixer.head_dim)
-    return h if norm is None or mixer.joint_qk_norm else layer.norm(norm)(h)
+    if norm is None or mixer.joint_qk_norm:
+        return h
+    if h.size == h.shape[-2] * mixer.head_dim:  # a single token: XLA would undo the reshape, and need two kernels
+        h = jax.lax.optimization_barrier(h)
+    return layer.norm(norm)(h)
 
 
 def _params(layer: Layer) -> Attention:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Shard
 from kvjax.config import MoEConfig
-from kvjax.pallas_kernels import best_experts, expert_mlp, projection
+from kvjax.pallas_kernels import Norm, best_experts, expert_mlp, projection
 from kvjax.pallas_kernels.experts.tiles import Biases
 
 from .layer import Layer, biased
@@ -22,12 +22,12 @@ def add_experts(layer: Layer, p: Experts, x: Float[Array, "... D"], shard: Shard
     """Add the output of a layer's experts to the residual stream `x`."""
     config = layer.config.mlp
     assert isinstance(config, MoEConfig)
-    y = layer.normed(x, layer.params.mlp_norm).reshape(-1, x.shape[-1])
-    out = routed(config, p, y, shard)
+    y, norm = layer.inputs(x.reshape(-1, x.shape[-1]), layer.params.mlp_norm)
+    out = routed(config, p, y, norm, shard)
     if p.shared is not None:
-        (own,) = projection(hidden_units(p.shared, y, config.activation), p.shared.down, dtype=jnp.float32)
+        (own,) = projection(hidden_units(p.shared, y, config.activation, norm), p.shared.down, dtype=jnp.float32)
         if p.shared_gate is not None:
-            own = own * jax.nn.sigmoid(projection(y, p.shared_gate, dtype=jnp.float32)[0])
+            own = own * jax.nn.sigmoid(projection(y, p.shared_gate, norm=norm, dtype=jnp.float32)[0])
         out = out + own
     return add_summed(layer, x, out.reshape(x.shape), None, layer.params.mlp_post_norm, shard)
 
@@ -38,16 +38,17 @@ def route(
     x: Float[Array, "R D"],
     choice_bias: Float[Array, " E"] | None = None,
     bias: Float[Array, " E"] | None = None,
+    norm: Norm | None = None,
 ) -> tuple[Array, Array]:
     """Experts of each token [R, k], and the weights of their outputs [R, k] in float32. Ties go to the first expert.
 
     Logits of a softmax router, and the weights, have the type of `x`. Those of a sigmoid router are in float32.
     """
     if config.router == "softmax":
-        logits = biased(projection(x, router)[0], bias)
+        logits = biased(projection(x, router, norm=norm)[0], bias)
         return best_experts(logits, config.per_token, normalized=config.normalized, scale=config.output_scale)
     wide = None if bias is None else bias.astype(jnp.float32)
-    weights = jax.nn.sigmoid(biased(projection(x, router, dtype=jnp.float32)[0], wide))
+    weights = jax.nn.sigmoid(biased(projection(x, router, norm=norm, dtype=jnp.float32)[0], wide))
     choice = weights if choice_bias is None else weights + jnp.broadcast_to(choice_bias, weights.shape)
     _, experts = jax.lax.top_k(_in_best_groups(config, choice), config.per_token)
     weights = jnp.take_along_axis(weights, experts, axis=-1)
@@ -67,9 +68,15 @@ def _in_best_groups(config: MoEConfig, choice: Float[Array, "R E"]) -> Float[Arr
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-def routed(config: MoEConfig, p: Experts, x: Float[Array, "R D"], shard: Shard) -> Float[Array, "R D"]:
-    """Weighted sum of the outputs of each token's experts in float32; over a mesh, of the experts of this device."""
-    experts, weights = route(config, p.router, x, p.choice_bias, p.router_bias)
+def routed(
+    config: MoEConfig, p: Experts, x: Float[Array, "R D"], norm: Norm | None, shard: Shard
+) -> Float[Array, "R D"]:
+    """Weighted sum of the outputs of each token's experts in float32; over a mesh, of the experts of this device.
+
+    Args:
+        norm: RMS norm of `x`, which the router and the experts apply.
+    """
+    experts, weights = route(config, p.router, x, p.choice_bias, p.router_bias, norm)
     biases = None
     if p.gate_experts_bias is not None:
         assert p.up_experts_bias is not None
@@ -84,6 +91,7 @@ def routed(config: MoEConfig, p: Experts, x: Float[Array, "R D"], shard: Shard) 
         p.up_experts,
         p.down_experts,
         biases,
+        norm=norm,
         activation=config.activation,
         total=None if shard.model == 1 else config.experts,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import expert_mlp
+from kvjax.pallas_kernels import Norm, expert_mlp
 from kvjax.pallas_kernels.experts import few_pairs_pallas_triton as few_pairs
 from kvjax.pallas_kernels.experts import many_pairs_pallas_triton as many_pairs
 
@@ -22,16 +22,19 @@ from .case import Case, relative_error
 
 EXPERTS, EACH, DIM, WIDTH = 128, 8, 2048, 768
 
+EPS = 1e-6
+"""Epsilon of the tokens' norm."""
+
 CHECKED = 3
 """Number of tokens compared with float64."""
 
 
 def cases() -> Iterator[Case]:
-    """Even load of the experts."""
+    """Even load of the experts, which norm their tokens."""
     for tokens in (1, 8, 16, 64, 4096, 16384):
         hit = EXPERTS * (1 - (1 - EACH / EXPERTS) ** tokens)
         flops = 6 * tokens * EACH * DIM * WIDTH
-        variants = {name: partial(expert_mlp, implementation=name) for name in ("xla", "auto", "gpu")}
+        variants = {name: partial(_normed, expert_mlp, implementation=name) for name in ("xla", "auto", "gpu")}
         yield Case(
             operation="expert_mlp",
             shape=f"{tokens} x {DIM}, {EACH} of {EXPERTS} x {WIDTH}",
@@ -50,12 +53,16 @@ def _sized(tokens: int) -> Iterator[tuple[str, Any]]:
     if tokens <= few_pairs.FEW_ROWS:
         for inputs, warps, stages in product((64, 128, 256), (1, 2, 4), (3, 4)):
             sizes = {"inputs": inputs, "warps": warps, "stages": stages}
-            yield _name(sizes), partial(few_pairs.expert_mlp, sizes=sizes, **options)
+            yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)
         return
     tiles = (16, 32) if tokens < 1024 else (64, 128)
     for pairs, columns, inputs, warps, stages in product(tiles, (64, 128), (64,), (4, 8), (3, 4)):
         sizes = {"pairs": pairs, "columns": columns, "inputs": inputs, "warps": warps, "stages": stages}
-        yield _name(sizes), partial(many_pairs.expert_mlp, sizes=sizes, **options)
+        yield _name(sizes), partial(_normed, many_pairs.expert_mlp, sizes=sizes, **options)
+
+
+def _normed(function: Any, gain: jax.Array, *arrays: jax.Array, **options: Any) -> jax.Array:
+    return function(*arrays, norm=Norm(gain, EPS), **options)
 
 
 def _name(sizes: dict[str, int]) -> str:
@@ -63,22 +70,24 @@ def _name(sizes: dict[str, int]) -> str:
 
 
 def _inputs(tokens: int, seed: int) -> tuple[jax.Array, ...]:
-    keys = iter(jax.random.split(jax.random.key(seed), 6))
+    keys = iter(jax.random.split(jax.random.key(seed), 7))
     _, experts = jax.lax.top_k(jax.random.normal(next(keys), (tokens, EXPERTS)), EACH)
     weights = jax.nn.softmax(jax.random.normal(next(keys), (tokens, EACH)))
     x = jax.random.normal(next(keys), (tokens, DIM), jnp.bfloat16)
     shapes = (EXPERTS * WIDTH, DIM), (EXPERTS * WIDTH, DIM), (EXPERTS * DIM, WIDTH)
     matrices = [jax.random.normal(next(keys), shape, jnp.bfloat16) * shape[1] ** -0.5 for shape in shapes]
-    return x, experts.astype(jnp.int32), weights, *matrices
+    gain = 1 + 0.1 * jax.random.normal(next(keys), (DIM,), jnp.bfloat16)
+    return gain, x, experts.astype(jnp.int32), weights, *matrices
 
 
 def _error(inputs: tuple[Any, ...], out: jax.Array) -> float:
-    x, experts, weights, *matrices = inputs
+    gain, x, experts, weights, *matrices = inputs
     gate, up, down = (w.reshape(EXPERTS, -1, w.shape[1]) for w in matrices)
     rows = np.linspace(0, len(x) - 1, min(CHECKED, len(x))).astype(int)
     expected = np.zeros((len(rows), DIM))
     for at, row in enumerate(rows):
         token = np.asarray(x[row], np.float64)
+        token = token / np.sqrt(np.mean(token**2) + EPS) * np.asarray(gain, np.float64)
         for expert, weight in zip(np.asarray(experts[row]), np.asarray(weights[row], np.float64), strict=True):
             first, second, last = (np.asarray(w[expert], np.float64) for w in (gate, up, down))
             hidden = first @ token

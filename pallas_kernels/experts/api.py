@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
-from ..projection import Matrix
+from ..projection import Matrix, Norm
 from .tiles import Biases
 
 _BEST = Op("best_experts", __name__, gpu=("best_experts_pallas_triton",))
@@ -49,6 +49,7 @@ def expert_mlp(
     down: Matrix,
     biases: Biases | None = None,
     *,
+    norm: Norm | None = None,
     activation: str = "silu",
     total: int | None = None,
     implementation: Implementation = "auto",
@@ -65,6 +66,8 @@ def expert_mlp(
         gate, up: matrices [EF, D], expert after expert, outputs first.
         down: matrices [ED, F], expert after expert, outputs first.
         biases: biases of the three projections, expert after expert. XLA computes this case.
+        norm: RMS norm of the tokens. A kernel that computes a single token divides by the root mean square after the
+            products.
         activation: "silu", "gelu_tanh" or "clamped_swiglu", see `kvjax.pallas_kernels.activations`. XLA computes the last.
         total: number of experts of which the matrices have a part, in which case some of a token's experts are ignored.
             None if they have all.
@@ -77,5 +80,5 @@ def expert_mlp(
     Raises:
         Unsupported: the requested implementation does not support this case.
     """
-    options = {"activation": activation, "total": total, "implementation": implementation, "interpret": interpret}
+    options = {"norm": norm, "activation": activation, "total": total, "implementation": implementation, "interpret": interpret}
     return _MLP(x, experts, weights, gate, up, down, biases, **options)

@@ -6,6 +6,8 @@ rounding.
 There is a row of programs for each pair of a token and one of its experts. Programs of a pair whose expert an earlier
 pair has do nothing. The others read the expert's matrices once, multiply all tokens, and write the results of those
 that have the expert. So no pairs have to be sorted, and each pair's result depends on its token alone.
+
+The RMS norm of a single token needs no separate pass, as in `projection`.
 """
 
 import functools
@@ -17,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..activations import ACTIVATIONS
-from ..projection.types import FEW_ROWS
+from ..projection.types import FEW_ROWS, Norm
 from ..triton import backend, dividing_block, triton_call
 from ..tuning import tuned
 from .tiles import Biases, unsupported
@@ -38,6 +40,7 @@ def unsupported_reason(
     down: Any,
     biases: Biases | None = None,
     *,
+    norm: Norm | None,
     activation: str,
     total: int | None,
 ) -> str | None:
@@ -56,6 +59,7 @@ def expert_mlp(
     down: Float[Array, "ED F"],
     biases: None = None,
     *,
+    norm: Norm | None,
     activation: str,
     total: int | None,
     interpret: bool = False,
@@ -67,7 +71,11 @@ def expert_mlp(
         sizes: `inputs` read at a time, `warps` and `stages`, instead of the tuned sizes.
     """
     sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1])
-    outs = _call(experts.reshape(-1), x, gate, up, down, activation=activation, interpret=interpret, **sizes)
+    if norm is not None and x.shape[0] > 1:
+        x, norm = norm(x), None
+    gain, eps = (None, None) if norm is None else norm
+    options = {"activation": activation, "eps": eps, "interpret": interpret, **sizes}
+    outs = _call(experts.reshape(-1), x, gain, gate, up, down, **options)
     outs = outs.reshape(*experts.shape, -1)
     if total is not None:
         here = (experts >= 0) & (experts < down.shape[0] // x.shape[1])
@@ -75,15 +83,17 @@ def expert_mlp(
     return jnp.sum(outs * weights[..., None], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "interpret", "inputs", "warps", "stages"))
+@functools.partial(jax.jit, static_argnames=("activation", "eps", "interpret", "inputs", "warps", "stages"))
 def _call(
     pairs: Array,
     x: Array,
+    gain: Array | None,
     gate: Array,
     up: Array,
     down: Array,
     *,
     activation: str,
+    eps: float | None,
     interpret: bool,
     inputs: int,
     warps: int,
@@ -95,10 +105,10 @@ def _call(
     options = {"experts": down.shape[0] // dim, "padded": padded}
     call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
     hidden = call(
-        functools.partial(_hidden, **options, inputs=dividing_block(dim, inputs), activation=activation),
+        functools.partial(_hidden, **options, inputs=dividing_block(dim, inputs), activation=activation, eps=eps),
         grid=(count, width // OUTPUTS),
         out_shape=jax.ShapeDtypeStruct((count, width), x.dtype),
-    )(pairs, x, gate, up)
+    )(pairs, x, gate, up, *([] if gain is None else [gain]))
     return call(
         functools.partial(_outputs, **options, rows=rows, inputs=dividing_block(width, 2 * inputs)),
         grid=(count, dim // OUTPUTS),
@@ -117,14 +127,15 @@ def _hidden(
     x_ref: Any,
     gate_ref: Any,
     up_ref: Any,
-    hidden_ref: Any,
-    *,
+    *refs: Any,
     experts: int,
     padded: int,
     inputs: int,
     activation: str,
+    eps: float | None,
 ) -> None:
     """Compute a block of an expert's hidden units, for the pairs that have the expert."""
+    gain_ref, hidden_ref = refs if eps is not None else (None, *refs)
     pair, block = pl.program_id(0), pl.program_id(1)
     (rows, dim), width = x_ref.shape, hidden_ref.shape[1]
     expert, is_first = _expert(pairs_ref, pair, experts, rows)
@@ -135,17 +146,26 @@ def _hidden(
         exists = jnp.broadcast_to(row[:, None] < rows, (padded, inputs))
         begin = expert * width + block * OUTPUTS
 
-        def step(i: Array, sums: list[Array]) -> list[Array]:
+        def step(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
+            sums, squares = carry
             at = pl.ds(i * inputs, inputs)
-            column = i * inputs + jnp.arange(inputs, dtype=jnp.int32)
-            some = backend.load(x_ref.at[row[:, None], column[None]], mask=exists, other=jnp.zeros((), x_ref.dtype))
-            return [
-                total + _across(ref[pl.ds(begin, OUTPUTS), at], some)
-                for total, ref in zip(sums, (gate_ref, up_ref), strict=True)
-            ]
+            if gain_ref is None:
+                column = i * inputs + jnp.arange(inputs, dtype=jnp.int32)
+                some = backend.load(x_ref.at[row[:, None], column[None]], mask=exists, other=jnp.zeros((), x_ref.dtype))
+            else:
+                wide = x_ref[0, at].astype(jnp.float32)
+                squares += wide * wide
+                own = (wide * gain_ref[at].astype(jnp.float32)).astype(x_ref.dtype)
+                some = jnp.where(exists, own[None], jnp.zeros((), x_ref.dtype))
+            weights = [ref[pl.ds(begin, OUTPUTS), at] for ref in (gate_ref, up_ref)]
+            return [total + _across(w, some) for total, w in zip(sums, weights, strict=True)], squares
 
         nothing = jnp.zeros((OUTPUTS, padded), jnp.float32)
-        sums = jax.lax.fori_loop(0, dim // inputs, step, [nothing, nothing])
+        squares = jnp.zeros((inputs,) if gain_ref is not None else (), jnp.float32)
+        sums, squares = jax.lax.fori_loop(0, dim // inputs, step, ([nothing, nothing], squares))
+        if eps is not None:
+            root = jax.lax.rsqrt(jnp.sum(squares) / dim + eps)
+            sums = [total * root for total in sums]
         # Round as separate calls for each product would.
         first, second = (total.astype(x_ref.dtype).astype(jnp.float32) for total in sums)
         _write(pairs_ref, hidden_ref, pair, expert, block, ACTIVATIONS[activation](first) * second, rows)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..activations import ACTIVATIONS
 from ..products import dot
+from ..projection.types import Norm
 from ..triton import backend, triton_call
 from ..tuning import tuned
 from .tiles import Biases, sorted_pairs, tile_size, tiles, unsupported
@@ -35,6 +36,7 @@ def unsupported_reason(
     down: Any,
     biases: Biases | None = None,
     *,
+    norm: Norm | None,
     activation: str,
     total: int | None,
 ) -> str | None:
@@ -51,6 +53,7 @@ def expert_mlp(
     down: Float[Array, "ED F"],
     biases: None = None,
     *,
+    norm: Norm | None,
     activation: str,
     total: int | None,
     interpret: bool = False,
@@ -62,6 +65,7 @@ def expert_mlp(
         sizes: `pairs` of a tile, `columns` of a program, `inputs` read at a time, `warps` and `stages`, instead of the
             tuned sizes.
     """
+    x = x if norm is None else norm(x)
     (rows, dim), local = x.shape, down.shape[0] // x.shape[1]
     sizes = sizes or _sizes(min(rows, AT_A_TIME) * experts.shape[1], total or local, dim, down.shape[1])
 

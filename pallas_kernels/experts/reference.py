@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from ..activations import gated
 from ..device import target, tpu_layout
-from ..projection import Matrix, gated_projection, projection
+from ..projection import Matrix, Norm, gated_projection, projection
 from .tiles import Biases, Tiles, sorted_pairs, tile_size, tiles
 
 FEW_PAIRS = 128
@@ -49,10 +49,12 @@ def expert_mlp(
     down: Matrix,
     biases: Biases | None = None,
     *,
+    norm: Norm | None,
     activation: str,
     total: int | None,
 ) -> Float[Array, "R D"]:
     """Sum the outputs of each token's experts; see the public function."""
+    x = x if norm is None else norm(x)
     pairs, local = experts.size, down.shape[0] // x.shape[1]
     width = gate.shape[0] // local
     size = 1 if pairs <= FEW_PAIRS else tile_size(pairs, total or local, SMALLEST_TILE, LARGEST_TILE)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from arrays import to_jax
 
-from kvjax.pallas_kernels import best_experts, expert_mlp
+from kvjax.pallas_kernels import Norm, best_experts, expert_mlp
 from kvjax.pallas_kernels.experts import many_pairs_pallas_triton as many_pairs
 from kvjax.pallas_kernels.experts.tiles import tiles
 from kvjax.pallas_kernels.op import Unsupported
@@ -55,6 +55,18 @@ def test_experts_by_definition(tokens, activation, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_tokens_are_normed(tokens, implementation):
+    """A single token of the kernels is divided by its root mean square after the products."""
+    x, *given = draw(tokens, seed=tokens)
+    x, gain = 3 * x, to_jax(np.linspace(0.5, 2, DIM), "bfloat16")
+    wide = np.asarray(x, np.float64)
+    normed = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 0.5) * np.asarray(gain, np.float64)
+    options = {"implementation": implementation, "interpret": implementation != "xla"}
+    assert close(expert_mlp(x, *given, norm=Norm(gain, 0.5), **options), expected(normed, *given, "silu"))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_experts_of_other_devices_are_ignored(tokens, implementation):
     """Those below 0, and those after the last."""
@@ -89,7 +101,7 @@ def test_all_tokens_may_have_the_same_experts():
 def test_parts_do_not_matter(monkeypatch):
     """Some tokens at a time, as many as do not divide their number."""
     given = draw(50)
-    options = {"activation": "silu", "total": None, "interpret": True}
+    options = {"norm": None, "activation": "silu", "total": None, "interpret": True}
     whole = many_pairs.expert_mlp(*given, **options)
     monkeypatch.setattr(many_pairs, "AT_A_TIME", 23)
     np.testing.assert_array_equal(many_pairs.expert_mlp(*given, **options), whole)

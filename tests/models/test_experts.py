@@ -121,7 +121,7 @@ def test_experts_by_definition(tokens: int, normalized: bool) -> None:
     moe = MoEConfig(7, 3, 20, normalized)
     p = experts_of(init(model(moe), jax.random.key(tokens)))
     x = np.random.default_rng(tokens).normal(size=(tokens, 32)).astype(np.float32)
-    got = jax.jit(lambda p, x: routed(moe, p, x, ONE_DEVICE))(p, jnp.asarray(x))
+    got = jax.jit(lambda p, x: routed(moe, p, x, None, ONE_DEVICE))(p, jnp.asarray(x))
     np.testing.assert_allclose(got, by_definition(moe, p, x), atol=2e-5)
 
 
@@ -133,7 +133,7 @@ def test_all_tokens_may_choose_the_same_experts(tokens: int) -> None:
     x = np.abs(np.random.default_rng(0).normal(size=(tokens, 32))).astype(np.float32)
     experts, _ = route(moe, p.router, jnp.asarray(x))
     assert set(np.asarray(experts).ravel().tolist()) == {1, 4}
-    got = jax.jit(lambda p, x: routed(moe, p, x, ONE_DEVICE))(p, jnp.asarray(x))
+    got = jax.jit(lambda p, x: routed(moe, p, x, None, ONE_DEVICE))(p, jnp.asarray(x))
     np.testing.assert_allclose(got, by_definition(moe, p, x), atol=2e-5)
 
 
@@ -145,7 +145,7 @@ def test_quantised_experts_are_their_numbers(kind: str, tokens: int) -> None:
     p = experts_of(params)
     assert p.gate_experts.shape == (6 * 32, 32)
     x = np.random.default_rng(1).normal(size=(tokens, 32)).astype(np.float32)
-    got = jax.jit(lambda p, x: routed(moe, p, x, ONE_DEVICE))(p, jnp.asarray(x))
+    got = jax.jit(lambda p, x: routed(moe, p, x, None, ONE_DEVICE))(p, jnp.asarray(x))
     np.testing.assert_allclose(got, by_definition(moe, p, x), atol=3e-4)
 
 
