@@ -32,8 +32,7 @@ class Heads(NamedTuple):
 def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> Heads:
     """Heads of a layer with input `x`, whose tokens are at positions `pos`."""
     p = _params(layer)
-    x, norm = layer.inputs(x, layer.params.attn_norm)
-    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=norm), pos)
+    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=layer.maybe_norm(layer.params.attn_norm)), pos)
 
 
 def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:
@@ -47,8 +46,7 @@ def queries_ahead(
     previous: Layer, layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]
 ) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
-    x, norm = previous.inputs(x, previous.params.attn_norm)
-    (q,) = projection(x, _params(layer).q, norm=norm)
+    (q,) = projection(x, _params(layer).q, norm=previous.maybe_norm(previous.params.attn_norm))
     return _queries(layer, q, pos)[0]
 
 

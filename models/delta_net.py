@@ -157,7 +157,7 @@ def _chunked(
 
 def _project(layer: Layer, x: Float[Array, "*B D"]) -> _Projected:
     p = _params(layer)
-    x, norm = layer.inputs(x, layer.params.attn_norm)
+    norm = layer.maybe_norm(layer.params.attn_norm)
     return _Projected(*projection(x, p.q, p.k, p.v, p.z, p.alpha, p.beta, norm=norm))
 
 

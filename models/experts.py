@@ -22,7 +22,7 @@ def add_experts(layer: Layer, p: Experts, x: Float[Array, "... D"], shard: Shard
     """Add the output of a layer's experts to the residual stream `x`."""
     config = layer.config.mlp
     assert isinstance(config, MoEConfig)
-    y, norm = layer.inputs(x.reshape(-1, x.shape[-1]), layer.params.mlp_norm)
+    y, norm = x.reshape(-1, x.shape[-1]), layer.maybe_norm(layer.params.mlp_norm)
     out = routed(config, p, y, norm, shard)
     if p.shared is not None:
         (own,) = projection(hidden_units(p.shared, y, config.activation, norm), p.shared.down, dtype=jnp.float32)

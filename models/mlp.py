@@ -13,8 +13,7 @@ from .residual import add_projection
 
 def add_mlp(layer: Layer, p: MLP, x: Float[Array, "... D"], shard: Shard) -> Float[Array, "... D"]:
     """Add the output of a layer's MLP to the residual stream `x`."""
-    y, norm = layer.inputs(x, layer.params.mlp_norm)
-    h = hidden_units(p, y, layer.config.mlp.activation, norm)
+    h = hidden_units(p, x, layer.config.mlp.activation, layer.maybe_norm(layer.params.mlp_norm))
     return add_projection(layer, x, h, p.down, p.down_bias, layer.params.mlp_post_norm, shard)
 
 

@@ -42,7 +42,7 @@ from kvjax.policies.layer import CacheLayer, Carry
 from . import delta_net
 from .attention import Heads, causal_attention, heads_of, prompt_attention, queries_ahead, split_heads
 from .experts import add_experts
-from .layer import Layer, fused_norm, layers_of, norm_of
+from .layer import Layer, layers_of
 from .mlp import add_mlp
 from .params import Attention, Experts, Params
 from .residual import add_projection
@@ -425,8 +425,6 @@ def _fused(layer: Layer, following: Layer, pos: Int[Array, " B"], shard: Shard) 
         or any(a is not None for a in between)
     ):
         return None
-    if not isinstance(first, Norm) or not isinstance(second, Norm):
-        return None
     weights = BlockWeights(p.o, first, mlp.gate, mlp.up, mlp.down, second, after.q, after.k, after.v)
 
     def fused(x: Array, out: Array) -> tuple[Array, Heads]:
@@ -463,8 +461,7 @@ def _rest(
 
 def _logits(params: Params, x: Array, shard: Shard = ONE_DEVICE) -> Array:
     c, head = params.config, params.embed if params.head is None else params.head
-    x, norm = fused_norm(x, norm_of(params.norm, c.norm_eps, c.norm_offset))
-    (logits,) = projection(x, head, norm=norm, dtype=jnp.float32)
+    (logits,) = projection(x, head, norm=Norm(params.norm, c.norm_eps, c.norm_offset), dtype=jnp.float32)
     logits = shard.gather_over_model(logits)[..., : c.vocab_size]  # drops the padding of a sharded vocabulary
     logits = logits if c.logit_divisor == 1.0 else logits / c.logit_divisor
     return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)

@@ -80,5 +80,11 @@ def expert_mlp(
     Raises:
         Unsupported: the requested implementation does not support this case.
     """
-    options = {"norm": norm, "activation": activation, "total": total, "implementation": implementation, "interpret": interpret}
+    options = {
+        "norm": norm,
+        "activation": activation,
+        "total": total,
+        "implementation": implementation,
+        "interpret": interpret,
+    }
     return _MLP(x, experts, weights, gate, up, down, biases, **options)

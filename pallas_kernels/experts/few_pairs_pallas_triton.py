@@ -73,8 +73,8 @@ def expert_mlp(
     sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1])
     if norm is not None and x.shape[0] > 1:
         x, norm = norm(x), None
-    gain, eps = (None, None) if norm is None else norm
-    options = {"activation": activation, "eps": eps, "interpret": interpret, **sizes}
+    gain, eps, offset = norm or (None, None, None)
+    options = {"activation": activation, "eps": eps, "offset": offset, "interpret": interpret, **sizes}
     outs = _call(experts.reshape(-1), x, gain, gate, up, down, **options)
     outs = outs.reshape(*experts.shape, -1)
     if total is not None:
@@ -83,7 +83,7 @@ def expert_mlp(
     return jnp.sum(outs * weights[..., None], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "eps", "interpret", "inputs", "warps", "stages"))
+@functools.partial(jax.jit, static_argnames=("activation", "eps", "offset", "interpret", "inputs", "warps", "stages"))
 def _call(
     pairs: Array,
     x: Array,
@@ -94,6 +94,7 @@ def _call(
     *,
     activation: str,
     eps: float | None,
+    offset: float | None,
     interpret: bool,
     inputs: int,
     warps: int,
@@ -104,8 +105,9 @@ def _call(
     padded = max(8, pl.next_power_of_2(rows))
     options = {"experts": down.shape[0] // dim, "padded": padded}
     call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
+    normed = {"eps": eps, "offset": offset}
     hidden = call(
-        functools.partial(_hidden, **options, inputs=dividing_block(dim, inputs), activation=activation, eps=eps),
+        functools.partial(_hidden, **options, **normed, inputs=dividing_block(dim, inputs), activation=activation),
         grid=(count, width // OUTPUTS),
         out_shape=jax.ShapeDtypeStruct((count, width), x.dtype),
     )(pairs, x, gate, up, *([] if gain is None else [gain]))
@@ -133,6 +135,7 @@ def _hidden(
     inputs: int,
     activation: str,
     eps: float | None,
+    offset: float | None,
 ) -> None:
     """Compute a block of an expert's hidden units, for the pairs that have the expert."""
     gain_ref, hidden_ref = refs if eps is not None else (None, *refs)
@@ -155,7 +158,8 @@ def _hidden(
             else:
                 wide = x_ref[0, at].astype(jnp.float32)
                 squares += wide * wide
-                own = (wide * gain_ref[at].astype(jnp.float32)).astype(x_ref.dtype)
+                gain = gain_ref[at].astype(jnp.float32) + (offset or 0.0)
+                own = (wide * gain).astype(x_ref.dtype)
                 some = jnp.where(exists, own[None], jnp.zeros((), x_ref.dtype))
             weights = [ref[pl.ds(begin, OUTPUTS), at] for ref in (gate_ref, up_ref)]
             return [total + _across(w, some) for total, w in zip(sums, weights, strict=True)], squares

@@ -90,6 +90,7 @@ def projection(
     options = {
         "matrices": len(weights),
         "eps": None if norm is None else norm.eps,
+        "offset": None if norm is None else norm.offset,
         "added": residual is not None,
         "gated": gated,
         "outputs": sizes["outputs"],
@@ -160,6 +161,7 @@ def _body(
     *refs: Any,
     matrices: int,
     eps: float | None,
+    offset: float | None,
     added: bool,
     gated: bool,
     outputs: int,
@@ -173,9 +175,8 @@ def _body(
     gain_ref, *rest = refs if eps is not None else (None, *refs)
     weight_refs, rest = rest[:matrices], rest[matrices:]
     residual_ref, *out_refs = rest if added else (None, *rest)
-    multiply = functools.partial(
-        _products, x_ref, gain_ref, eps=eps, inputs=inputs, outputs=outputs, units=units, interpreted=interpreted
-    )
+    how = {"inputs": inputs, "outputs": outputs, "units": units, "interpreted": interpreted}
+    multiply = functools.partial(_products, x_ref, gain_ref, eps=eps, offset=offset, **how)
     program = pl.program_id(0)  # outside the branch, since the interpreter does not support it inside
     if gated:
         first = program * outputs
@@ -209,6 +210,7 @@ def _products(
     first: Array,
     *,
     eps: float | None,
+    offset: float | None,
     inputs: int,
     outputs: int,
     units: bool,
@@ -234,7 +236,7 @@ def _products(
         if gain_ref is not None:
             wide = x.astype(jnp.float32)
             squares += wide * wide
-            x = wide * gain_ref[at].astype(jnp.float32)
+            x = wide * (gain_ref[at].astype(jnp.float32) + (offset or 0.0))
         if not units:
             x = x.astype(jnp.float32)
             return [total + w.astype(jnp.float32) * x for total, w in zip(sums, weights, strict=True)], squares

@@ -14,18 +14,20 @@ class Norm(NamedTuple):
     """RMS norm (Zhang and Sennrich 2019).
 
     Attributes:
-        gain: factor of each channel, [D].
+        gain: factor of each channel, [D], less the offset.
         eps: added to the mean square.
+        offset: added to the gain, if not None. The product with the gain is then rounded once, and not before it, too.
     """
 
     gain: Float[Array, " D"]
     eps: float
+    offset: float | None = None
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Return x / sqrt(mean(x²) + eps) · gain, computed in float32."""
-        return self.unit(x).astype(x.dtype) * jnp.broadcast_to(self.gain, x.shape)
-
-    def unit(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Return x / sqrt(mean(x²) + eps) in float32."""
+        """Return x / sqrt(mean(x²) + eps) · (gain + offset), computed in float32."""
         wide = x.astype(jnp.float32)
-        return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        if self.offset is None:
+            return wide.astype(x.dtype) * jnp.broadcast_to(self.gain, x.shape)
+        gain = self.gain.astype(jnp.float32) + self.offset
+        return (wide * jnp.broadcast_to(gain, wide.shape)).astype(x.dtype)

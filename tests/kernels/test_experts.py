@@ -63,7 +63,8 @@ def test_tokens_are_normed(tokens, implementation):
     wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 0.5) * np.asarray(gain, np.float64)
     options = {"implementation": implementation, "interpret": implementation != "xla"}
-    assert close(expert_mlp(x, *given, norm=Norm(gain, 0.5), **options), expected(normed, *given, "silu"))
+    for norm in Norm(gain, 0.5), Norm(gain - 1, 0.5, offset=1.0):
+        assert close(expert_mlp(x, *given, norm=norm, **options), expected(normed, *given, "silu"))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "gpu"])

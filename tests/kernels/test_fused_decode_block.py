@@ -32,11 +32,12 @@ from kvjax.pallas_kernels.op import WITHOUT, Unsupported
 LLAMA = {"attended": 4096, "width": 4096, "wide": 14336, "heads": (4096, 1024)}
 
 
-def draw(rows, attended, width, wide, heads, dtype=jnp.float32, weights=None):
+def draw(rows, attended, width, wide, heads, dtype=jnp.float32, weights=None, offset=None):
     """Inputs, residual stream and weights; where they are large, only their shapes.
 
     Args:
         weights: what makes a matrix of one's shape and position among the seven, if not all are floats.
+        offset: of the gains of norms.
     """
     random = np.random.default_rng(0)
 
@@ -47,7 +48,7 @@ def draw(rows, attended, width, wide, heads, dtype=jnp.float32, weights=None):
 
     q, k = heads
     o, gate, up, down = normal(width, attended), normal(wide, width), normal(wide, width), normal(width, wide)
-    norms = [Norm(normal(width), 1e-5) for _ in range(2)]
+    norms = [Norm(normal(width), 1e-5, offset) for _ in range(2)]
     matrices = o, gate, up, down, normal(q, width), normal(k, width), normal(k, width)
     if weights is not None:
         matrices = [weights(i, matrix.shape) for i, matrix in enumerate(matrices)]
@@ -205,13 +206,13 @@ def abstractly(function, given):
     return jax.jit(of_arrays).trace(*shapes)
 
 
-def refusal(rows, dtype, weights=None):
+def refusal(rows, dtype, weights=None, **options):
     reasons = []
 
     def ask(*given):
         reasons.append(pallas_mosaic_gpu.unsupported_reason(*given))
 
-    abstractly(ask, draw(rows, **LLAMA, dtype=dtype, weights=weights))
+    abstractly(ask, draw(rows, **LLAMA, dtype=dtype, weights=weights, **options))
     return reasons[0]
 
 
@@ -222,6 +223,7 @@ def test_refuses():
     with on():
         assert refusal(1, jnp.bfloat16) is None
         assert refusal(1, jnp.float32) == "not all arrays are bfloat16"
+        assert refusal(1, jnp.bfloat16, offset=1.0) == "gains of norms have an offset"
         assert refusal(16, jnp.bfloat16).startswith("16 rows")
 
 

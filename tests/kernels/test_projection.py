@@ -33,7 +33,7 @@ def exact(x):
 
 def normed(x, norm):
     x = exact(x)
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS) * exact(norm.gain)
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS) * (exact(norm.gain) + (norm.offset or 0))
 
 
 def agree(got, expected, dtype):
@@ -61,8 +61,10 @@ class TestProjection:
             agree(y, exact(x) @ exact(w).T, "bfloat16")
 
     @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_norms_its_inputs_first(self, by, case):
+    @pytest.mark.parametrize("offset", [None, 2.0])
+    def test_norms_its_inputs_first(self, by, case, offset):
         x, norm, matrices = draw(1, *case, "bfloat16")
+        norm = norm._replace(offset=offset)
         got = projection(x, *matrices, norm=norm, **by)
         for w, y in zip(matrices, got, strict=True):
             agree(y, normed(x, norm) @ exact(w).T, "bfloat16")

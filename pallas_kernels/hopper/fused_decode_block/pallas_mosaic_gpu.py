@@ -75,6 +75,8 @@ def unsupported_reason(attended: Array, x: Array, weights: BlockWeights) -> str 
         return f"weights are {formats.pop()}"
     if (grouped := [w for w in matrices if isinstance(w, GroupedMatrix)]) and (reason := _other_form(grouped)):
         return reason
+    if any(norm.offset is not None for norm in (weights.mlp_norm, weights.attn_norm)):
+        return "gains of norms have an offset"
     floats = [w for w in matrices if isinstance(w, jax.Array)]
     kinds = {a.dtype for a in (attended, x, weights.mlp_norm.gain, weights.attn_norm.gain, *floats)}
     if kinds != {jnp.dtype(jnp.bfloat16)}:
