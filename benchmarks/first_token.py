@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--memory", type=float, default=0.92, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--first-only", action="store_true", help="measure no TPOT")
     parser.add_argument("--count-experts", action="store_true", help="of the steps of a call, instead of times")
     parser.add_argument("--out", type=Path, help="result file of kvjax; printed alone if not given")
@@ -58,7 +59,7 @@ def main() -> None:
         config = config.with_depth(args.layers)
     sizes = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     if args.program == "vllm":
-        generate, about = vllm(config, max(prompt for prompt, _ in sizes) + NEW, args.devices)
+        generate, about = vllm(config, max(prompt for prompt, _ in sizes) + NEW, args.devices, args.memory)
         programs = iter([("full", generate, about)])
     else:
         programs = _kvjax(config, args)
@@ -178,12 +179,13 @@ def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str,
         yield policy, generate, about | {"device": jax.devices()[0].device_kind}
 
 
-def vllm(config: ModelConfig, longest: int, devices: int) -> tuple[Generate, dict[str, Any]]:
+def vllm(config: ModelConfig, longest: int, devices: int, memory: float = 0.92) -> tuple[Generate, dict[str, Any]]:
     """A vLLM with random weights, and what its rows name.
 
     Args:
         longest: tokens of the longest prompt with its answer.
         devices: GPUs that share the model.
+        memory: share of a GPU's memory that it takes.
     """
     import os
     import tempfile
@@ -206,7 +208,7 @@ def vllm(config: ModelConfig, longest: int, devices: int) -> tuple[Generate, dic
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=longest + 64,
-            gpu_memory_utilization=0.92,
+            gpu_memory_utilization=memory,
             enable_prefix_caching=False,
             tensor_parallel_size=devices,
             seed=0,

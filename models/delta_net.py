@@ -12,6 +12,8 @@ recurrence for one token. `read_block` computes the same for many tokens, a chun
 write is the solution of a triangular system (Section 3.3 of the paper), and only chunks follow one another.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -72,10 +74,10 @@ def step(layer: Layer, x: Float[Array, "B D"], state: RecurrentState) -> tuple[F
     (q, q_state), (k, k_state), (v, v_state) = (_convolved(x[:, None], b, w, one) for x, b, w in channels)
     inputs = _inputs(layer, q[:, 0], k[:, 0], v[:, 0], projected)
     memory = state.memory * jnp.exp(inputs.log_decay)[..., None, None]
-    written = inputs.v - _dot("bmxy,bmx->bmy", memory, inputs.k)
+    written = inputs.v - jnp.einsum("bmxy,bmx->bmy", memory, inputs.k, precision=jax.lax.Precision.HIGHEST)
     written = written * inputs.rate[..., None]
     memory = memory + inputs.k[..., None] * written[..., None, :]
-    out = _dot("bmxy,bmx->bmy", memory, inputs.q)
+    out = jnp.einsum("bmxy,bmx->bmy", memory, inputs.q, precision=jax.lax.Precision.HIGHEST)
     return _gated(layer, out, projected.z), RecurrentState(q_state, k_state, v_state, memory)
 
 
@@ -104,12 +106,12 @@ def read_block(
     inputs = inputs._replace(
         log_decay=jnp.where(token[..., None], inputs.log_decay, 0.0), rate=jnp.where(token[..., None], inputs.rate, 0.0)
     )
-    out, memory = _chunked(inputs, state.memory)
+    out, memory = _chunked(inputs, state.memory, _precision(x.dtype))
     return _gated(layer, out, projected.z), RecurrentState(q_state, k_state, v_state, memory)
 
 
 def _chunked(
-    inputs: _Inputs, memory: Float[Array, "B M X Y"], chunk: int = CHUNK
+    inputs: _Inputs, memory: Float[Array, "B M X Y"], precision: jax.lax.Precision, chunk: int = CHUNK
 ) -> tuple[Float[Array, "B S M Y"], Float[Array, "B M X Y"]]:
     """The recurrence over the S tokens of a block.
 
@@ -118,7 +120,9 @@ def _chunked(
         d_t = β_t (v_t − e^{G_t} Sᵀ k_t − Σ_{i<t} e^{G_t − G_i} (k_i · k_t) d_i)
 
     This is a unit lower triangular system. Its solution is linear in S, so all but that is computed for all chunks at once.
+    So are the outputs, from what the tokens read of S and what they wrote.
     """
+    dot = partial(jnp.einsum, precision=precision)
     size = inputs.q.shape[1]
     chunk = min(chunk, size)
     pad = -size % chunk
@@ -134,25 +138,44 @@ def _chunked(
     earlier = jnp.broadcast_to(place[:, None] >= place, (*total.shape, chunk))
     between = jnp.exp(jnp.where(earlier, total[..., None] - total[..., None, :], -jnp.inf))  # of i's share in t
     before = jnp.broadcast_to(place[:, None] > place, between.shape)
-    system = jnp.where(before, _dot("nbmtx,nbmix->nbmti", k, k) * between * rate[..., None], 0.0)
+    system = jnp.where(before, dot("nbmtx,nbmix->nbmti", k, k) * between * rate[..., None], 0.0)
     scale = jnp.exp(total)[..., None]
     sides = jnp.concatenate([v * rate[..., None], k * scale * rate[..., None]], axis=-1)
-    system = system + jnp.broadcast_to(jnp.eye(chunk, dtype=jnp.float32), system.shape)
-    solved = jax.scipy.linalg.solve_triangular(system, sides, lower=True, unit_diagonal=True)
-    width = v.shape[-1]
-    attention = _dot("nbmtx,nbmix->nbmti", q, k) * between
+    solved = dot("nbmti,nbmix->nbmtx", _inverse(system, dot), sides)
+    free, of_memory = jnp.split(solved, [v.shape[-1]], axis=-1)
     end = total[..., -1:]
-    parts = solved[..., :width], solved[..., width:], attention, q * scale, k * jnp.exp(end - total)[..., None], end
+    parts = jnp.concatenate([of_memory, q * scale], axis=-2), free, k * jnp.exp(end - total)[..., None], end
 
-    def one(memory: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        free, of_memory, attention, q, k, end = part
-        written = free - _dot("bmtx,bmxy->bmty", of_memory, memory)
-        out = _dot("bmtx,bmxy->bmty", q, memory) + _dot("bmti,bmiy->bmty", attention, written)
-        return memory * jnp.exp(end)[..., None] + _dot("bmtx,bmty->bmxy", k, written), out
+    def one(memory: Array, part: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        readers, free, k, end = part
+        taken, read = jnp.split(dot("bmtx,bmxy->bmty", readers, memory), 2, axis=-2)
+        written = free - taken
+        return memory * jnp.exp(end)[..., None] + dot("bmtx,bmty->bmxy", k, written), (read, written)
 
-    memory, out = jax.lax.scan(one, memory, parts)
+    memory, (read, written) = jax.lax.scan(one, memory, parts)
+    attention = dot("nbmtx,nbmix->nbmti", q, k) * between
+    out = read + dot("nbmti,nbmiy->nbmty", attention, written)
     out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), 2, 3)
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :size], memory
+
+
+def _inverse(lower: Float[Array, "*B C C"], dot: Callable[..., Array]) -> Float[Array, "*B C C"]:
+    """Inverse of I + L, where L is strictly lower triangular, by matmuls alone.
+
+    It starts with the diagonal blocks of one token. If X has the inverses of diagonal blocks, and J the entries of L that
+    join the blocks of each pair, then X − X J X has the inverses of blocks twice as large.
+    """
+    size = lower.shape[-1]
+    place = jnp.arange(size, dtype=jnp.int32)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    block = 1
+    while block < size:
+        pair, half = place // (2 * block), place // block
+        joins = jnp.broadcast_to((pair[:, None] == pair) & (half[:, None] > half), lower.shape)
+        join = jnp.where(joins, lower, 0.0)
+        inverse = inverse - (join if block == 1 else dot("...ij,...jk,...kl->...il", inverse, join, inverse))
+        block *= 2
+    return inverse
 
 
 def _project(layer: Layer, x: Float[Array, "*B D"]) -> _Projected:
@@ -209,9 +232,12 @@ def _gated(layer: Layer, out: Float[Array, "*B M Y"], z: Float[Array, "*B P"]) -
     return (out.astype(jnp.float32).reshape(z.shape) * gate).astype(z.dtype)
 
 
-def _dot(equation: str, a: Array, b: Array) -> Array:
-    """A product of float32 arrays, in float32 on every device."""
-    return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Precision of products within chunks: that of float32 for a model in float32.
+
+    For others, more than their own precision is enough: TF32 on GPUs, and three passes in bfloat16 on TPUs.
+    """
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.HIGH
 
 
 def _config(layer: Layer) -> DeltaNetConfig:
