@@ -31,7 +31,11 @@ def test_all_checks_hold(client: Client, path: str, mode: str) -> None:
 
     @hypothesis.given(operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
     @hypothesis.settings(
-        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        max_examples=EXAMPLES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
     def check(case: Any) -> None:
         given = case.as_transport_kwargs(base_url="http://localhost")
@@ -44,5 +48,5 @@ def test_all_checks_hold(client: Client, path: str, mode: str) -> None:
         case.validate_response(response, excluded_checks=[accepted] if unstated else None)
 
     check()
-    assert statuses.count(200) > (EXAMPLES // 4 if mode == "positive" else -1)
+    assert statuses.count(200) > (EXAMPLES // 10 if mode == "positive" else -1)
     assert any(status >= 400 for status in statuses) or mode == "positive"
