@@ -54,6 +54,12 @@ def attend(
     Returns:
         The attention output, and with `probs` the probability of each slot, averaged over its query group.
         Probabilities have no gradient, because they serve to choose tokens.
+
+    Example:
+        >>> cache, _ = kvjax.cache.insert(kvjax.cache.from_prompt(spec, 8, prompt), token)
+        >>> out, probs = kvjax.cache.attend(spec, cache, token, probs=True)
+        >>> out.shape, round(probs.sum().item(), 3), probs[0, 0, 7].item()  # free slots get nothing
+        ((1, 2, 4), 1.0, 0.0)
     """
     rope, weight, keys = spec.rope, _seen(spec, cache, token.position), cache.k
     if cache.slot_shards > 1:
@@ -82,6 +88,12 @@ def attend_split(
         caches: one cache per group of heads.
         heads: KV heads of each cache.
         token: of all heads.
+
+    Example:
+        >>> cache, _ = kvjax.cache.insert(kvjax.cache.from_prompt(spec, 8, prompt), token)
+        >>> one, _ = kvjax.cache.attend(spec, cache, token)
+        >>> bool(jnp.allclose(kvjax.cache.attend_split(spec, [cache], [(0,)], token), one))
+        True
     """
     if token.sinks is not None or any(cache.slot_shards > 1 for cache in caches):
         group = spec.num_heads // spec.num_kv_heads
@@ -114,6 +126,12 @@ def attend_selected(
         cache: the cache.
         token: the token with the query.
         index, live, page: pages of slots, and which of them are valid, see `gather_attention`.
+
+    Example:
+        >>> cache, _ = kvjax.cache.insert(kvjax.cache.from_prompt(spec, 8, prompt), token)
+        >>> index = jnp.asarray([[[0, 6]]])  # rows, KV heads, selected slots
+        >>> kvjax.cache.attend_selected(spec, cache, token, index, index >= 0).shape
+        (1, 2, 4)
     """
     k, v, query = cache.k, cache.v, token.query
     if cache.slot_shards == 1:
@@ -125,7 +143,15 @@ def attend_selected(
 
 
 def attend_packed(spec: LayerSpec, cache: PackedCache, token: Token, *, bits: Bits) -> Float[Array, "B N H"]:
-    """`attend` to a quantised cache, without unpacking it first."""
+    """`attend` to a quantised cache, without unpacking it first.
+
+    Example:
+        >>> layer = kvjax.KIVI(bits=8, group=2, residual=2).layer(spec)
+        >>> state, _ = layer.prefill(prompt, {})
+        >>> state = layer.append(state, token)
+        >>> kvjax.cache.attend_packed(spec, state, token, bits=8).shape
+        (1, 2, 4)
+    """
     visible = cache.live
     if spec.window is not None:
         visible &= cache.pos > token.position[:, None, None] - spec.window
@@ -150,7 +176,13 @@ def _seen(spec: LayerSpec, cache: LayerCache, q_pos: Int[Array, " B"]) -> Float[
 
 
 def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[Array, "B S N H"]:
-    """Attention of a block's tokens, each to the live slots up to its position. The block's tokens are in the cache."""
+    """Attention of a block's tokens, each to the live slots up to its position. The block's tokens are in the cache.
+
+    Example:
+        >>> cache = kvjax.cache.insert_block(kvjax.cache.from_prompt(spec, 8, prompt), block)
+        >>> kvjax.cache.attend_block(spec, cache, block).shape  # rows, tokens, query heads, channels
+        (1, 2, 2, 4)
+    """
     q_pos = jnp.where(block.mask, block.positions, -1)
     pos = jnp.where(held.live, held.pos, -1)
     begun = held.next - block.count[:, None]
@@ -164,7 +196,13 @@ def attend_block(spec: LayerSpec, held: LayerCache, block: TokenBlock) -> Float[
 
 
 def attend_prompt(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B S N H"]:
-    """Attention of a prompt's queries, each to the tokens up to its position."""
+    """Attention of a prompt's queries, each to the tokens up to its position.
+
+    Example:
+        >>> out = kvjax.cache.attend_prompt(spec, prompt)
+        >>> bool(jnp.allclose(out[:, 0], prompt.v[:, 0]))  # the first token attends to itself alone
+        True
+    """
     pos = jnp.broadcast_to(prompt.pos, (*prompt.pos.shape[:1], spec.num_kv_heads, prompt.size))
     k, v = (jnp.swapaxes(x, 1, 2) for x in (prompt.k_rotated, prompt.v))
     q_pos = prompt.pos[:, 0, prompt.before :]  # equal in all heads

@@ -24,6 +24,11 @@ def as_prompt_with_block(kept: LayerCache, block: TokenBlock, *, rotated: bool =
         block: new tokens.
         rotated: whether cached keys are rotated to their original positions. If not, tokens have their ranks as
             positions, and the block's tokens follow.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> kvjax.cache.as_prompt_with_block(cache, block).pos[0, 0].tolist()
+        [-1, -1, 0, 1, 2, 3, 4, 5, 6, 7]
     """
     order = in_order(kept)
     pos = jnp.take_along_axis(jnp.where(kept.live, kept.pos, -1), order, axis=-1)
@@ -68,6 +73,12 @@ def kept_as_prompt(kept: LayerCache, q: Float[Array, "B S N H"], total: Int[Arra
         q: rotated queries of the last S tokens seen, which are all kept. S is less than the number of slots. In rows
             with fewer tokens, the first queries are arbitrary.
         total: tokens that each row will reach.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 32, prompt)
+        >>> cache, _ = kvjax.cache.keep_slots(cache, cache.pos >= 2)
+        >>> kvjax.cache.kept_as_prompt(cache, prompt.q[:, -2:], prompt.total).pos[0, 0, -6:].tolist()
+        [-1, -1, 2, 3, 4, 5]
     """
     order = _up_against_the_end(kept)
     pos = jnp.take_along_axis(jnp.where(kept.live, kept.pos, -1), order, axis=-1)
@@ -87,6 +98,12 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
         kept: cache whose tokens fill slots from the first one on, in order of position.
         capacity: slots of the result.
         keep: mask over the places of `kept_as_prompt`.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 32, prompt)
+        >>> places = kvjax.cache.kept_as_prompt(cache, prompt.q[:, -2:], prompt.total).pos
+        >>> kvjax.cache.keep_places(cache, 32, places >= 3).pos[0, 0, :4].tolist()
+        [3, 4, 5, -1]
     """
     order = _up_against_the_end(kept)
     index, live = compact_indices(keep & jnp.take_along_axis(kept.live, order, axis=-1), capacity)
@@ -103,7 +120,13 @@ def keep_places(kept: LayerCache, capacity: int, keep: Bool[Array, "B K C"]) -> 
 
 
 def with_places(kept: LayerCache, values: Shaped[Array, "B K C"], block: TokenBlock) -> Shaped[Array, "B K T"]:
-    """Move values of slots to the places of `as_prompt_with_block`. The block's places get 0."""
+    """Move values of slots to the places of `as_prompt_with_block`. The block's places get 0.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> kvjax.cache.with_places(cache, cache.weight, block)[0, 0].tolist()  # as `as_prompt_with_block` orders them
+        [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    """
     ordered = jnp.take_along_axis(values, in_order(kept), axis=-1)
     free = kept.pos.shape[-1] - kept.count
     live = jnp.arange(kept.pos.shape[-1], dtype=jnp.int32) >= free[..., None]
@@ -122,7 +145,13 @@ def in_order(kept: LayerCache) -> Int[Array, "B K C"]:
 
 
 def where_rows(rows: Bool[Array, " B"], new: S, old: S) -> S:
-    """Return `new` in some rows, and `old` in the others. Arrays that are in both are returned as they are."""
+    """Return `new` in some rows, and `old` in the others. Arrays that are in both are returned as they are.
+
+    Example:
+        >>> new, old = jnp.asarray([1, 2]), jnp.asarray([10, 20])
+        >>> kvjax.cache.where_rows(jnp.asarray([True, False]), new, old).tolist()
+        [1, 20]
+    """
 
     def chosen(new: Array, old: Array) -> Array:
         return new if new is old else jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

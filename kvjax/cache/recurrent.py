@@ -16,6 +16,13 @@ class RecurrentState:
     Attributes:
         q, k, v: inputs of the convolution at the latest U tokens, oldest first, by channel.
         memory: for each value head a matrix from keys to values, in float32.
+
+    Example:
+        >>> from kvjax.config import DeltaNetConfig
+        >>> delta = DeltaNetConfig(key_heads=1, value_heads=2, key_dim=4, value_dim=8)
+        >>> spec = kvjax.cache.LayerSpec(2, 1, 8, prompt_len=64, new_tokens=64, recurrent=delta)
+        >>> kvjax.cache.empty_recurrent(spec).memory.shape  # the same at any length
+        (1, 2, 4, 8)
     """
 
     q: Float[Array, "B Q U"]
@@ -25,7 +32,16 @@ class RecurrentState:
 
 
 def empty_recurrent(spec: LayerSpec) -> RecurrentState:
-    """The state of a recurrent layer before the first token."""
+    """The state of a recurrent layer before the first token.
+
+    Example:
+        >>> from kvjax.config import DeltaNetConfig
+        >>> delta = DeltaNetConfig(key_heads=1, value_heads=2, key_dim=4, value_dim=8)
+        >>> spec = kvjax.cache.LayerSpec(2, 1, 8, prompt_len=64, new_tokens=64, recurrent=delta)
+        >>> state = kvjax.cache.empty_recurrent(spec)
+        >>> state.k.shape, state.memory.shape  # rows, channels, latest tokens; rows, value heads, matrix
+        ((1, 4, 3), (1, 2, 4, 8))
+    """
     config = spec.recurrent
     assert config is not None
     keys, values, before = spec.num_kv_heads * config.key_dim, spec.num_heads * config.value_dim, config.conv - 1

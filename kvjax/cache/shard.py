@@ -35,6 +35,10 @@ class Shard:
     Attributes:
         mesh: mesh with the axes `data`, `heads`, `copies` and `slots`, abstract if only sizes are needed. None for one
             device.
+
+    Example:
+        >>> kvjax.cache.Shard().mesh is None  # one device
+        True
     """
 
     mesh: Mesh | AbstractMesh | None = None

@@ -44,12 +44,23 @@ class Sharded(Protocol):
 
 
 def local_slots(slots: int, devices: int) -> int:
-    """Slots on each device of `slots` sharded ones."""
+    """Slots on each device of `slots` sharded ones.
+
+    Example:
+        >>> kvjax.cache.local_slots(1024, 4)
+        256
+    """
     return round_slots(-(-slots // (RUN * devices)) * RUN)
 
 
 def sharded_empty(state: Any, devices: int) -> Any:
-    """Return one device's shard of a layer's state without tokens. All shards are equal."""
+    """Return one device's shard of a layer's state without tokens. All shards are equal.
+
+    Example:
+        >>> part = kvjax.cache.sharded_empty(kvjax.cache.empty(spec, 64), 2)
+        >>> part.k.shape, part.pos.shape, part.slot_shards
+        ((1, 1, 32, 4), (1, 1, 64), 2)
+    """
 
     def part(x: Array, axis: int, run: int) -> Array:
         return jax.lax.slice_in_dim(x, 0, local_slots(x.shape[axis] * RUN // run, devices) * run // RUN, axis=axis)
@@ -58,14 +69,32 @@ def sharded_empty(state: Any, devices: int) -> Any:
 
 
 def shard_slots(state: Any, devices: int) -> Any:
-    """Return one device's shard of a layer's state, unless the state is already sharded."""
+    """Return one device's shard of a layer's state, unless the state is already sharded.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 64, prompt)
+        >>> def shard(device):
+        ...     return kvjax.cache.shard_slots(cache, 2)
+        >>> parts = jax.vmap(shard, axis_name="slots")(jnp.arange(2))  # `vmap` in place of two devices
+        >>> parts.k.shape, parts.pos.shape  # keys and values are sharded, positions are on both devices
+        ((2, 1, 1, 32, 4), (2, 1, 1, 64))
+    """
     if state.cache.slot_shards == devices:
         return state
     return _with_kv(state, devices, lambda x, axis, run: local_part(x, devices, axis=axis, run=run))
 
 
 def gathered(state: Any) -> Any:
-    """Return a layer's sharded state, whole on every device."""
+    """Return a layer's sharded state, whole on every device.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 64, prompt)
+        >>> def there_and_back(device):
+        ...     return kvjax.cache.gathered(kvjax.cache.shard_slots(cache, 2)).k
+        >>> whole = jax.vmap(there_and_back, axis_name="slots")(jnp.arange(2))  # `vmap` in place of two devices
+        >>> bool((whole == cache.k).all())
+        True
+    """
     devices, size = state.cache.slot_shards, state.cache.pos.shape[-1]
 
     def whole(x: Array, axis: int, run: int) -> Array:
@@ -86,6 +115,13 @@ def local_part(
         fill: padding.
         axis: axis of slots, or of groups of slots.
         run: entries of this array per run of slots.
+
+    Example:
+        >>> x = jnp.arange(8).reshape(1, 1, 8)
+        >>> def part(device):
+        ...     return kvjax.cache.local_part(x, 2, run=2)[0, 0]
+        >>> jax.vmap(part, axis_name="slots")(jnp.arange(2)).tolist()  # `vmap` in place of two devices
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     runs = jnp.moveaxis(_runs(x, devices, fill, axis, run), 3, 0)
     return _flat(jax.lax.dynamic_index_in_dim(runs, _index(), keepdims=False), axis)
@@ -98,6 +134,11 @@ def shard_order(x: Any, devices: int, *, axis: int = 2, run: int = RUN) -> Any:
         x: values of all slots.
         devices: number of shards.
         axis, run: as for `local_part`.
+
+    Example:
+        >>> x = np.arange(8).reshape(1, 1, 8)
+        >>> kvjax.cache.shard_order(x, 2, run=2)[0, 0].tolist()  # four slots of each device
+        [0, 1, 4, 5, 2, 3, 6, 7]
     """
     return _flat(_flat(_runs(x, devices, 0, axis, run).swapaxes(2, 3), 2), axis)
 
@@ -110,6 +151,11 @@ def global_order(x: Any, devices: int, size: int, *, axis: int = 2, run: int = R
         devices: number of shards.
         size: number of slots.
         axis, run: as for `local_part`.
+
+    Example:
+        >>> x = np.asarray([[[0, 1, 4, 5, 2, 3, 6, 7]]])
+        >>> kvjax.cache.global_order(x, 2, 8, run=2)[0, 0].tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
     x = _moved(x, axis, 2)
     runs = x.reshape(*x.shape[:2], devices, -1, run, *x.shape[3:]).swapaxes(2, 3)
@@ -120,6 +166,11 @@ def slots_of_leaves(state: Any) -> list[int]:
     """For each array of sharded states, slots per device of the cache that it belongs to.
 
     0 for arrays that belong to no sharded cache.
+
+    Example:
+        >>> cache = kvjax.cache.sharded_empty(kvjax.cache.empty(spec, 64), 2)
+        >>> kvjax.cache.slots_of_leaves({"cache": cache, "other": jnp.zeros(3)})
+        [32, 32, 32, 32, 32, 32, 0]
     """
     found: list[int] = []
     for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "slot_shards")):
@@ -130,7 +181,15 @@ def slots_of_leaves(state: Any) -> list[int]:
 
 
 def local_slot(cache: Sharded, slot: Int[Array, "*S"]) -> Int[Array, "*S"]:
-    """Index of slots in this device's shard, out of bounds for slots of other devices."""
+    """Index of slots in this device's shard, out of bounds for slots of other devices.
+
+    Example:
+        >>> cache = kvjax.cache.empty(spec, 128).replace(slot_shards=2)
+        >>> def place(device):
+        ...     return kvjax.cache.local_slot(cache, jnp.asarray([31, 32, 64]))
+        >>> jax.vmap(place, axis_name="slots")(jnp.arange(2)).tolist()  # 64 slots on each device; 64 is none of them
+        [[31, 64, 32], [64, 0, 64]]
+    """
     local = local_slots(cache.pos.shape[-1], cache.slot_shards)
     return jnp.where(slot < cache.pos.shape[-1], _local_slot(slot, cache.slot_shards, local), local)
 
@@ -155,18 +214,37 @@ def local_pages(
 
 
 def stripes(devices: int) -> Stripes:
-    """Slots of a cache in this device's shard, in the form that kernels take."""
+    """Slots of a cache in this device's shard, in the form that kernels take.
+
+    Example:
+        >>> def stripes(device):
+        ...     return kvjax.cache.stripes(2).part
+        >>> jax.vmap(stripes, axis_name="slots")(jnp.arange(2)).tolist()  # device p has the runs p, p + 2, p + 4, …
+        [0, 1]
+    """
     return Stripes(RUN, devices, _index())
 
 
 def keys_at(cache: LayerCache, pos: Int[Array, "B W"]) -> Float[Array, "B K W H"]:
-    """Keys in the same slots of all heads, arbitrary for slots that do not exist."""
+    """Keys in the same slots of all heads, arbitrary for slots that do not exist.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> bool((kvjax.cache.keys_at(cache, jnp.asarray([[4, 5]]))[0, 0] == cache.k[0, 0, 4:6]).all())
+        True
+    """
     slot = jnp.minimum(pos, cache.pos.shape[-1] - 1)[:, None]
     return rows_at(cache.k, slot, cache.slot_shards)
 
 
 def rows_at(x: Shaped[Array, "B K L H"], slot: Int[Array, "B #K S"], devices: int) -> Shaped[Array, "B K S H"]:
-    """Gather slots of a sharded array, with the same result on all devices. All slots must exist."""
+    """Gather slots of a sharded array, with the same result on all devices. All slots must exist.
+
+    Example:
+        >>> x = jnp.arange(8.0).reshape(1, 1, 8, 1)
+        >>> kvjax.cache.rows_at(x, jnp.asarray([[[5, 2]]]), devices=1).ravel().tolist()
+        [5.0, 2.0]
+    """
     if devices == 1:
         return jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip")
     at = _local_slot(slot, devices, x.shape[2])
@@ -183,6 +261,13 @@ def merged(
 
     Devices without a live slot have no weight. All devices compute the same numbers in the same order, and get the same
     bits.
+
+    Example:
+        >>> outs, logsumexps = jnp.asarray([[[1.0]], [[3.0]]]), jnp.log(jnp.asarray([[1.0], [3.0]]))
+        >>> def merge(out, logsumexp):
+        ...     return kvjax.cache.merged(out, logsumexp, 2)
+        >>> jax.vmap(merge, axis_name="slots")(outs, logsumexps).ravel().round(2).tolist()  # (1 · 1 + 3 · 3) / 4 on both devices
+        [2.5, 2.5]
     """
     parts = jnp.concatenate([out.astype(jnp.float32), logsumexp[..., None]], axis=-1)
     small = 4 * parts.size * devices <= SMALL_GATHER

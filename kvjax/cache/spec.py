@@ -39,6 +39,11 @@ class LayerSpec:
             an answer in the model's template. Empty without replays or without a tokenizer.
         template: tokens that the model's chat template puts before a user's text. Empty unless replays skip them.
         shard: how devices shard the layer. On a mesh, `batch`, `num_heads` and `num_kv_heads` are those of one device.
+
+    Example:
+        >>> spec = kvjax.cache.LayerSpec(num_heads=8, num_kv_heads=2, head_dim=64, prompt_len=512, new_tokens=64)
+        >>> kvjax.SnapKV(budget=128).layer(spec).capacity  # slots: the budget, and all new tokens
+        192
     """
 
     num_heads: int
@@ -142,6 +147,11 @@ def layer_specs(
         dtype: dtype of keys and values.
         total: maximum tokens of a row, if less than prompt_len + new_tokens. The rotation is resolved for this length.
         block: see `LayerSpec`.
+
+    Example:
+        >>> specs = kvjax.cache.layer_specs(params.config, batch=2, prompt_len=48, new_tokens=16, dtype="float32")
+        >>> len(specs), specs[0].prompt_len, specs[0].num_kv_heads  # one per layer; lengths are padded
+        (2, 64, 2)
     """
     ropes = config.resolve_ropes(prompt_len + new_tokens if total is None else total)
     padded = bucket(prompt_len), bucket(new_tokens, LEAST_NEW_TOKENS)
@@ -192,6 +202,10 @@ def bucket(length: int, least: int = 64) -> int:
     """Pad a length to 2^n or 1.5 × 2^n, at least `least`, so that few compiled programs serve all lengths.
 
     `least` is a power of two.
+
+    Example:
+        >>> [kvjax.cache.bucket(length) for length in (10, 65, 100, 1000)]
+        [64, 96, 128, 1024]
     """
     if length == 0:
         return 0
@@ -202,7 +216,12 @@ def bucket(length: int, least: int = 64) -> int:
 
 
 def row_buckets(lengths: Int[Array, " B"], longest: int) -> Int[Array, " B"]:
-    """`bucket` of each length. No length exceeds `longest`."""
+    """`bucket` of each length. No length exceeds `longest`.
+
+    Example:
+        >>> kvjax.cache.row_buckets(jnp.asarray([10, 65, 100]), longest=128).tolist()
+        [64, 96, 128]
+    """
     sizes = [bucket(1)]
     while sizes[-1] < longest:
         sizes.append(bucket(sizes[-1] + 1))
@@ -214,6 +233,10 @@ def round_slots(slots: int) -> int:
 
     Odd capacities are slow. (13107 slots took 12.5 ms per step on an H200, 13056 took 8.1 ms.) In a small cache, steps
     of 128 could add half as many slots as were requested.
+
+    Example:
+        >>> kvjax.cache.round_slots(33), kvjax.cache.round_slots(13107)
+        (64, 13184)
     """
     step = 128 if slots > 2048 else 32
     return -(-slots // step) * step

@@ -27,6 +27,11 @@ class LayerCache:
         next: the slot of the next token.
         seen: tokens that have passed through this cache, kept or not.
         slot_shards: number of devices that shard keys and values by slots, see `kvjax.cache.sharded`.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> cache.pos[0, 0].tolist(), cache.count[0, 0].item()  # two slots are free
+        ([0, 1, 2, 3, 4, 5, -1, -1], 6)
     """
 
     k: Float[Array, "B K _ H"]
@@ -59,7 +64,13 @@ class LayerCache:
 
 
 def empty(spec: LayerSpec, capacity: int) -> LayerCache:
-    """Return a cache of `capacity` free slots."""
+    """Return a cache of `capacity` free slots.
+
+    Example:
+        >>> cache = kvjax.cache.empty(spec, 8)
+        >>> cache.k.shape, cache.pos[0, 0].tolist()  # rows, KV heads, slots, channels; -1 is a free slot
+        ((1, 1, 8, 4), [-1, -1, -1, -1, -1, -1, -1, -1])
+    """
     heads = (spec.batch, spec.num_kv_heads)
     return LayerCache(
         k=jnp.zeros((*heads, capacity, spec.head_dim), spec.dtype),
@@ -72,7 +83,13 @@ def empty(spec: LayerSpec, capacity: int) -> LayerCache:
 
 
 def extended(held: LayerCache, slots: int) -> LayerCache:
-    """Return a cache with `slots` more free slots."""
+    """Return a cache with `slots` more free slots.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 6, prompt)
+        >>> kvjax.cache.extended(cache, 2).pos[0, 0].tolist()
+        [0, 1, 2, 3, 4, 5, -1, -1]
+    """
 
     def padded(x: Array, fill: int) -> Array:
         return jnp.pad(x, [(0, 0), (0, 0), (0, slots)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
@@ -91,6 +108,11 @@ def from_prompt(spec: LayerSpec, capacity: int, prompt: PromptKV) -> LayerCache:
 
     Raises:
         ValueError: the prompt has other rows or KV heads than `spec`, or more tokens than `capacity`.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> cache.pos[0, 0].tolist(), cache.next[0, 0].item()
+        ([0, 1, 2, 3, 4, 5, -1, -1], 6)
     """
     _check_prompt(spec, prompt)
     if prompt.size > capacity:
@@ -135,6 +157,12 @@ def keep(
 
     Raises:
         ValueError: the prompt has other rows or KV heads than `spec`, or `keep` has another size.
+
+    Example:
+        >>> odd = jnp.arange(6) % 2 == 1
+        >>> cache, index = kvjax.cache.keep(spec, 4, prompt, jnp.broadcast_to(odd, (1, 1, 6)))
+        >>> cache.pos[0, 0].tolist(), index[0, 0].tolist()
+        ([1, 3, 5, -1], [1, 3, 5, 0])
     """
     _check_prompt(spec, prompt)
     if keep.shape[-1] != prompt.size:
@@ -187,6 +215,12 @@ def map_kv(f: Callable[..., Any], state: Any, *others: Any) -> Any:
         f: maps keys and values.
         state: the state.
         others: states of the same kind, whose keys and values are passed to `f`, too.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> half = kvjax.cache.map_kv(lambda kv: tuple(x.astype("bfloat16") for x in kv), cache)
+        >>> half.k.dtype, half.weight.dtype
+        (dtype(bfloat16), dtype('float32'))
     """
     k, v = f(*((each.cache.k, each.cache.v) for each in (state, *others)))
     mapped = dataclasses.replace(state.cache, k=k, v=v)
@@ -225,7 +259,13 @@ def move_forward(
 
 
 def compact_indices(keep: Bool[Array, "*B T"], capacity: int) -> tuple[Int[Array, "*B C"], Bool[Array, "*B C"]]:
-    """Indices of the first `capacity` kept entries, ascending, and which of them exist (0 for the others)."""
+    """Indices of the first `capacity` kept entries, ascending, and which of them exist (0 for the others).
+
+    Example:
+        >>> index, exists = kvjax.cache.compact_indices(jnp.asarray([False, True, False, True]), 3)
+        >>> index.tolist(), exists.tolist()
+        ([1, 3, 0], [True, True, False])
+    """
     rank = jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1
     flat_rank = jnp.where(keep, rank, capacity).reshape(-1, keep.shape[-1])  # out of bounds if not kept: dropped
     rows = jnp.arange(flat_rank.shape[0], dtype=jnp.int32)[:, None]

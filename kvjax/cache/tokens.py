@@ -36,6 +36,13 @@ class PromptKV:
         seen: tokens of each row so far, kept or not.
         total: tokens that each row will reach with its new ones, for fractional budgets.
         sinks: logit of each query head's attention sink. None without sinks.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 6, 4, 4))  # rows, tokens, heads, channels
+        >>> lengths = jnp.asarray([5])
+        >>> prompt = kvjax.cache.PromptKV.of(spec.rope, x[:, :, :2], x[:, :, 2:3], x[:, :, 3:], lengths, lengths + 2)
+        >>> prompt.pos.tolist()  # the last place is padding
+        [[[0, 1, 2, 3, 4, -1]]]
     """
 
     q: Float[Array, "B S N H"]
@@ -118,6 +125,13 @@ class Token:
             have one.
         inputs: normed inputs of the attention projections, for a layer that declares `needs_token_inputs`.
         sinks: logit of each query head's attention sink. None without sinks.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 4, 4))  # rows, heads, channels
+        >>> token = kvjax.cache.Token(x[:, :2], x[:, 2:3], x[:, 3:], jnp.asarray([6]), spec.rope)
+        >>> cache, _ = kvjax.cache.insert(kvjax.cache.from_prompt(spec, 8, prompt), token)
+        >>> cache.pos[0, 0].tolist()
+        [0, 1, 2, 3, 4, 5, 6, -1]
     """
 
     q: Float[Array, "B N H"]
@@ -177,6 +191,13 @@ class TokenBlock:
         total: tokens that each row will reach, for fractional budgets.
         rope: the rotation by positions.
         sinks: logit of each query head's attention sink. None without sinks.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 2, 4, 4))  # rows, tokens, heads, channels
+        >>> first, count, total = jnp.asarray([6]), jnp.asarray([2]), jnp.asarray([8])
+        >>> block = kvjax.cache.TokenBlock(x[:, :, :2], x[:, :, 2:3], x[:, :, 3:], first, count, total, spec.rope)
+        >>> kvjax.cache.insert_block(kvjax.cache.from_prompt(spec, 8, prompt), block).pos[0, 0].tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
     q: Float[Array, "B S N H"]
@@ -238,10 +259,20 @@ def deferred_rope(rope: Rope, x: Float[Array, "B N H"], position: Int[Array, " B
 
 
 def prompt_mask(lengths: Int[Array, " B"], size: int) -> Bool[Array, "B T"]:
-    """Which of `size` places of a right-padded prompt are tokens."""
+    """Which of `size` places of a right-padded prompt are tokens.
+
+    Example:
+        >>> kvjax.cache.prompt_mask(jnp.asarray([2, 3]), 3).tolist()
+        [[True, True, False], [True, True, True]]
+    """
     return jnp.arange(size, dtype=jnp.int32) < lengths[:, None]
 
 
 def positions_from(position: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
-    """Positions of `count` consecutive tokens from `position` on."""
+    """Positions of `count` consecutive tokens from `position` on.
+
+    Example:
+        >>> kvjax.cache.positions_from(jnp.asarray([0, 6]), 3).tolist()
+        [[0, 1, 2], [6, 7, 8]]
+    """
     return position[:, None] + jnp.arange(count, dtype=jnp.int32)

@@ -33,6 +33,11 @@ def insert(
 
     Returns:
         The cache, and the other arrays.
+
+    Example:
+        >>> cache, _ = kvjax.cache.insert(kvjax.cache.from_prompt(spec, 8, prompt), token)
+        >>> cache.pos[0, 0].tolist(), cache.next[0, 0].item()
+        ([0, 1, 2, 3, 4, 5, 6, -1], 7)
     """
     key = token.key if rotated else token.k
     if host_memory.on_host(cache.k):
@@ -58,6 +63,12 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
         caches: one cache per group of heads.
         heads: KV heads of each cache.
         token: of all heads.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)  # all heads, here one, are in one cache
+        >>> (cache,) = kvjax.cache.insert_split([cache], [(0,)], token)
+        >>> cache.pos[0, 0].tolist()
+        [0, 1, 2, 3, 4, 5, 6, -1]
     """
     if any(cache.slot_shards > 1 for cache in caches):
         return [insert(cache, token.heads(np.asarray(own)))[0] for cache, own in zip(caches, heads, strict=True)]
@@ -79,7 +90,14 @@ def insert_split(caches: Sequence[LayerCache], heads: Sequence[tuple[int, ...]],
 
 
 def evict(cache: LayerCache, slot: Int[Array, "B K"], when: Bool[Array, "B K"]) -> LayerCache:
-    """Free `slot` in the heads where `when` is True. The next token will take its place."""
+    """Free `slot` in the heads where `when` is True. The next token will take its place.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> cache = kvjax.cache.evict(cache, jnp.asarray([[2]]), jnp.asarray([[True]]))
+        >>> cache.pos[0, 0].tolist(), cache.next[0, 0].item()  # the next token goes to slot 2
+        ([0, 1, -1, 3, 4, 5, -1, -1], 2)
+    """
     target = jnp.where(when, slot, cache.pos.shape[-1])  # out of bounds where nothing is evicted: dropped
     pos, weight = write_slots([cache.pos, cache.weight], target, [-1, 0.0])
     return dataclasses.replace(cache, pos=pos, weight=weight, next=jnp.where(when, slot, cache.next))
@@ -97,6 +115,12 @@ def keep_slots(
 
     Returns:
         The cache, and the other arrays, with zeros in free slots.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 32, prompt)
+        >>> cache, _ = kvjax.cache.keep_slots(cache, cache.pos >= 3)
+        >>> cache.pos[0, 0, :4].tolist(), cache.next[0, 0].item()
+        ([3, 4, 5, -1], 3)
     """
     index, live = compact_indices(keep & cache.live, cache.pos.shape[-1])
 
@@ -116,14 +140,28 @@ def keep_slots(
 
 
 def seek_free(cache: LayerCache) -> LayerCache:
-    """Direct the next token of each head to the first free slot, or nowhere in heads that have none."""
+    """Direct the next token of each head to the first free slot, or nowhere in heads that have none.
+
+    Example:
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
+        >>> cache = kvjax.cache.evict(cache, jnp.asarray([[2]]), jnp.asarray([[True]]))
+        >>> cache, _ = kvjax.cache.insert(cache, token)  # in slot 2
+        >>> kvjax.cache.seek_free(cache).next.tolist()
+        [[6]]
+    """
     free = jnp.argmin(cache.live, axis=-1).astype(jnp.int32)
     full = jnp.all(cache.live, axis=-1)
     return dataclasses.replace(cache, next=jnp.where(full, cache.pos.shape[-1], free))
 
 
 def insert_block(cache: LayerCache, block: TokenBlock) -> LayerCache:
-    """Put a block's tokens into each head's next slots, which are free, with weight 1 and rotated keys."""
+    """Put a block's tokens into each head's next slots, which are free, with weight 1 and rotated keys.
+
+    Example:
+        >>> cache = kvjax.cache.insert_block(kvjax.cache.from_prompt(spec, 8, prompt), block)
+        >>> cache.pos[0, 0].tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in cache.next.shape)
     place = jnp.arange(block.size, dtype=jnp.int32)
     slot = jnp.where(block.mask[:, None], cache.next[..., None] + place, cache.pos.shape[-1])  # out of bounds: dropped
