@@ -22,6 +22,12 @@ class DeferredRope(NamedTuple):
     Attributes:
         x: unrotated heads.
         cos, sin: cosine and sine of the angle of each channel pair, per sequence, in float32.
+
+    Example:
+        >>> angle = jnp.asarray([[jnp.pi / 2]])
+        >>> q = kvjax.pallas_kernels.DeferredRope(jnp.asarray([[[1.0, 0.0]]]), jnp.cos(angle), jnp.sin(angle))
+        >>> bool(jnp.allclose(kvjax.pallas_kernels.heads_of(q), jnp.asarray([0.0, 1.0]), atol=1e-6))
+        True
     """
 
     x: Float[Array, "B N H"]
@@ -39,5 +45,11 @@ def parts_of(q: Array | DeferredRope) -> tuple[Array, ...]:
 
 
 def heads_of(q: Array | DeferredRope) -> Array:
-    """Return the rotated heads. A deferred rotation is applied here."""
+    """Return the rotated heads. A deferred rotation is applied here.
+
+    Example:
+        >>> q = jnp.ones((1, 2, 4))
+        >>> kvjax.pallas_kernels.heads_of(q) is q  # nothing is deferred
+        True
+    """
     return q() if isinstance(q, DeferredRope) else q

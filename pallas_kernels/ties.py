@@ -18,5 +18,11 @@ SHARE = 2.0**-16
 
 
 def exceeds(a: Float[Array, "*#S"], b: Float[Array, "*#S"]) -> Bool[Array, "*S"]:
-    """Return whether scores in `a` are larger than those in `b` by more than rounding. Scores are finite or -inf."""
+    """Return whether scores in `a` are larger than those in `b` by more than rounding. Scores are finite or -inf.
+
+    Example:
+        >>> a, b = jnp.asarray([1.0, 1.1]), jnp.asarray([1.0 - 1e-7, 1.0])
+        >>> kvjax.pallas_kernels.exceeds(a, b).tolist()  # 1e-7 is rounding
+        [False, True]
+    """
     return a - SHARE * jnp.abs(a) > b

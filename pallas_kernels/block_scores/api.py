@@ -37,6 +37,12 @@ def page_scores(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> low, high = [-1.0, -2.0], [1.0, 0.0]
+        >>> bounds, q = jnp.asarray([[[low + high]]]), jnp.asarray([[[1.0, -1.0]]])
+        >>> kvjax.pallas_kernels.page_scores(q, bounds, jnp.asarray([4]), page=4).item()  # 1 · 1 + -1 · -2
+        3.0
     """
     return _PAGES(q, bounds, tokens, page=page, implementation=implementation, interpret=interpret)
 
@@ -69,6 +75,11 @@ def widen_bounds(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> bounds, key = jnp.asarray([[[[-1.0, -2.0, 1.0, 0.0]]]]), jnp.asarray([[[3.0, -1.0]]])
+        >>> kvjax.pallas_kernels.widen_bounds(bounds, key, jnp.asarray([1]), page=4).ravel().tolist()
+        [-1.0, -2.0, 3.0, 0.0]
     """
     return _WIDEN(bounds, key, pos, page=page, implementation=implementation, interpret=interpret)
 
@@ -97,5 +108,10 @@ def centroid_scores(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> q, centroids = jnp.asarray([[[1.0, 2.0]]]), jnp.asarray([[[[1.0, 0.0], [0.0, 1.0]]]])
+        >>> kvjax.pallas_kernels.centroid_scores(q, centroids).ravel().tolist()
+        [1.0, 2.0]
     """
     return _CENTROIDS(q, centroids, implementation=implementation, interpret=interpret)

@@ -47,6 +47,12 @@ def chunk_similarity(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> keys = jnp.asarray([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, 0.0]]]])
+        >>> edges = kvjax.pallas_kernels.chunk_similarity(keys, jnp.asarray([0]), jnp.asarray([4]), chunk=4)
+        >>> edges.place.ravel().tolist()  # slot 0 is most similar to slot 3; slot 2 is as similar to slot 1 as to 3
+        [1, 0]
     """
     keys = jax.lax.stop_gradient(keys)  # the index of the best edge has no gradient
     return _SIMILARITY(keys, first, count, chunk, implementation=implementation, interpret=interpret)
@@ -87,6 +93,14 @@ def merge_clusters(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x = jnp.asarray([[[[1.0], [3.0], [8.0], [9.0]]]])
+        >>> tokens = kvjax.pallas_kernels.Clusters(k=x, v=x, pos=jnp.arange(4)[None, None], weight=jnp.ones((1, 1, 4)))
+        >>> target = jnp.asarray([[[[0, -1]]]])  # slot 0 goes into slot 1, slot 2 stays
+        >>> merged = kvjax.pallas_kernels.merge_clusters(tokens, target, jnp.asarray([0]), jnp.asarray([4]), chunk=4)
+        >>> merged.k.ravel()[:3].tolist(), merged.pos.ravel()[:3].tolist(), merged.weight.ravel()[:3].tolist()
+        ([2.0, 8.0, 9.0], [1, 2, 3], [2.0, 1.0, 1.0])
     """
     options = {"chunk": chunk, "into": into}
     return Clusters(
@@ -118,5 +132,12 @@ def copy_clusters(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x, Clusters = jnp.asarray([[[[1.0], [2.0], [3.0]]]]), kvjax.pallas_kernels.Clusters
+        >>> tokens = Clusters(k=x, v=x, pos=jnp.arange(3)[None, None], weight=jnp.ones((1, 1, 3)))
+        >>> into = jax.tree.map(jnp.zeros_like, tokens)
+        >>> kvjax.pallas_kernels.copy_clusters(tokens, jnp.asarray([3]), into).k.ravel().tolist()
+        [1.0, 2.0, 3.0]
     """
     return Clusters(*_COPY(tokens, size, into, implementation=implementation, interpret=interpret))

@@ -71,6 +71,13 @@ def decode_attention(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, heads, 6, 4)) for i, heads in enumerate((2, 1, 1)))
+        >>> weight = jnp.asarray([[[1.0, 1, 1, 1, 1, 0]]])  # the last slot is free
+        >>> found = kvjax.pallas_kernels.decode_attention(q[:, :, 0], k, v, weight, scale=0.5, probs=True)
+        >>> found.out.shape, found.probs[0, 0, 5].item()  # rows, query heads, channels
+        ((1, 2, 4), 0.0)
     """
     options: dict[str, Any] = {"scale": scale, "rotation": rotation, "factors": factors, "probs": probs}
     options |= {"implementation": implementation, "interpret": interpret}
@@ -106,6 +113,14 @@ def sharded_decode_attention(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x, q = jax.random.normal(jax.random.key(0), (1, 2, 6, 4)), jnp.ones((1, 4, 4))
+        >>> weight, CacheShard = jnp.ones((1, 2, 6)), kvjax.pallas_kernels.CacheShard
+        >>> caches = [CacheShard(x[:, i:i+1], x[:, i:i+1], weight[:, i:i+1], heads=(i,)) for i in range(2)]
+        >>> out = kvjax.pallas_kernels.sharded_decode_attention(q, caches, scale=0.5)
+        >>> bool(jnp.allclose(out, kvjax.pallas_kernels.decode_attention(q, x, x, weight, scale=0.5).out))
+        True
     """
     kernel = _SHARDED.kernel(q, caches, scale=scale, implementation=implementation, interpret=interpret)
     if kernel is not None:
@@ -160,6 +175,14 @@ def packed_decode_attention(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> state, _ = kvjax.KIVI(bits=8, group=2, residual=2).layer(spec).prefill(prompt, {})  # 8-bit codes
+        >>> recent = state.k_recent, state.v_recent
+        >>> slots = kvjax.pallas_kernels.PackedSlots(state.k, state.v, *recent, state.k_packed, state.next)
+        >>> out = kvjax.pallas_kernels.packed_decode_attention(token.q, slots, state.live, bits=8, scale=0.5)
+        >>> out.shape
+        (1, 2, 4)
     """
     options = {"bits": bits, "scale": scale}
     return _PACKED(q, slots, visible, **options, implementation=implementation, interpret=interpret)

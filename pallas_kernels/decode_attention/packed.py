@@ -35,6 +35,11 @@ class Packed:
         codes: codes of neighbouring slots in shared bytes, for each channel, see `split_codes`.
         scale, zero: of each group of g numbers: [B, K, C / g, H] along slots, [B, K, H / g, C] along channels.
         along: axis of the groups.
+
+    Example:
+        >>> state, _ = kvjax.KIVI(bits=2, group=2, residual=4).layer(spec).prefill(prompt, {})
+        >>> state.k.along, state.v.along, state.k.codes.dtype, state.k.codes.shape  # four codes in a byte
+        ('slots', 'channels', dtype('uint8'), (1, 1, 8, 4))
     """
 
     codes: UInt8[Array, "B K CN H"]

@@ -92,6 +92,12 @@ def ragged_attention(
 
     Returns:
         The attended values in the dtype of `q`; zeros for a head that has nothing to attend to.
+
+    Example:
+        >>> q, store = jax.random.normal(jax.random.key(0), (1, 2, 4)), jax.random.normal(jax.random.key(1), (1, 8, 4))
+        >>> start, stop = jnp.asarray([[0, 2]]), jnp.asarray([[2, 8]])  # two heads, with 2 and 6 slots
+        >>> kvjax.pallas_kernels.ragged_attention(q, store, store, start, stop, scale=0.5).shape
+        (1, 2, 4)
     """
     return partial_ragged_attention(q, k, v, start, stop, scale=scale, visible=visible)[0]
 
@@ -113,6 +119,13 @@ def partial_ragged_attention(
 
     Returns:
         The attended values, and the log-sum-exp of the logits, -inf for a head that has nothing to attend to.
+
+    Example:
+        >>> q, store = jax.random.normal(jax.random.key(0), (1, 2, 4)), jax.random.normal(jax.random.key(1), (1, 8, 4))
+        >>> start, stop = jnp.asarray([[0, 2]]), jnp.asarray([[0, 8]])  # the first head has no slot here
+        >>> out, logsumexp = kvjax.pallas_kernels.partial_ragged_attention(q, store, store, start, stop, scale=0.5)
+        >>> jnp.isfinite(logsumexp).tolist()
+        [[False, True]]
     """
     batch, heads, dim = q.shape
     kv_heads = start.shape[1]
@@ -153,6 +166,14 @@ def packed_and_latest(
 
     Returns:
         Which quantised slots are attended to, the indices of the E latest slots, and which of those are attended to.
+
+    Example:
+        >>> state, _ = kvjax.KIVI(bits=8, group=2, residual=2).layer(spec).prefill(prompt, {})  # 8-bit codes
+        >>> recent = state.k_recent, state.v_recent
+        >>> slots = kvjax.pallas_kernels.PackedSlots(state.k, state.v, *recent, state.k_packed, state.next)
+        >>> packed, latest, late = kvjax.pallas_kernels.packed_and_latest(slots, state.live)
+        >>> np.flatnonzero(packed).tolist(), latest[late].tolist()  # slots
+        ([0, 1, 2], [3, 4, 5])
     """
     latest = _latest(slots)
     late = jnp.take_along_axis(visible, jnp.minimum(latest, visible.shape[-1] - 1), axis=2)
@@ -188,6 +209,15 @@ def partial_packed_attention(
 
     Returns:
         The attended values, and the log-sum-exp of the logits, -inf for a head that has nothing to attend to.
+
+    Example:
+        >>> state, _ = kvjax.KIVI(bits=8, group=2, residual=2).layer(spec).prefill(prompt, {})  # 8-bit codes
+        >>> recent = state.k_recent, state.v_recent
+        >>> slots = kvjax.pallas_kernels.PackedSlots(state.k, state.v, *recent, state.k_packed, state.next)
+        >>> parts = kvjax.pallas_kernels.packed_and_latest(slots, state.live)
+        >>> out, logsumexp = kvjax.pallas_kernels.partial_packed_attention(token.q, slots, *parts, bits=8, scale=0.5)
+        >>> out.shape, logsumexp.shape
+        ((1, 2, 4), (1, 2))
     """
     _, kv_heads, size = visible.shape
     grouped = einops.rearrange(q, "b (k g) h -> b k g h", k=kv_heads).astype(jnp.float32)

@@ -19,6 +19,15 @@ class Rotation(NamedTuple):
         query: position by which the queries of each KV head are rotated, in the same range.
         inv_freq: angle per position of each channel pair, in radians.
         amplitude: factor on cosine and sine.
+
+    Example:
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, heads, 6, 4)) for i, heads in enumerate((2, 1, 1)))
+        >>> place, query = jnp.arange(6)[None, None], jnp.asarray([[5]])
+        >>> rotation = kvjax.pallas_kernels.Rotation(place, query, jnp.asarray([1.0, 0.1]))
+        >>> weight = jnp.ones((1, 1, 6))
+        >>> found = kvjax.pallas_kernels.decode_attention(q[:, :, 0], k, v, weight, scale=0.5, rotation=rotation)
+        >>> found.out.shape
+        (1, 2, 4)
     """
 
     place: Int[Array, "B K C"]
@@ -47,6 +56,15 @@ class Factors(NamedTuple):
     Attributes:
         k: factor of each slot's key.
         v: factor of each slot's value.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 1, 6, 4))
+        >>> codes, ones = (x * 100).astype("float8_e4m3fn"), jnp.ones((1, 1, 6))
+        >>> factors = kvjax.pallas_kernels.Factors(k=ones / 100, v=ones / 100)
+        >>> found = kvjax.pallas_kernels.decode_attention(x[:, :, 0], codes, codes, ones, scale=0.5, factors=factors)
+        >>> exact = kvjax.pallas_kernels.decode_attention(x[:, :, 0], x, x, ones, scale=0.5)
+        >>> bool(abs(found.out - exact.out).max() < 0.1)
+        True
     """
 
     k: Float[Array, "B K C"]
@@ -61,6 +79,12 @@ class Attended(NamedTuple):
         logsumexp: log-sum-exp of each query head's logits, in float32; -inf without live slots. To combine attention
             over two caches, weight their outputs by exp(logsumexp) and normalise.
         probs: each slot's probability, averaged over the query heads of its group, in float32; None unless requested.
+
+    Example:
+        >>> one, none = jnp.ones((1, 1, 6, 4)), jnp.zeros((1, 1, 6))
+        >>> found = kvjax.pallas_kernels.decode_attention(one[:, :, 0], one, one, none, scale=0.5)  # no slot is live
+        >>> found.out[0, 0].tolist(), found.logsumexp.item(), found.probs
+        ([0.0, 0.0, 0.0, 0.0], -inf, None)
     """
 
     out: Float[Array, "B N H"]
@@ -75,6 +99,13 @@ class CacheShard(NamedTuple):
         k, v: rotated keys, and values.
         weight: number of tokens that each slot represents, 0 for free slots.
         heads: indices of this cache's KV heads in the layer.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 1, 6, 4))
+        >>> short = kvjax.pallas_kernels.CacheShard(x[:, :, :2], x[:, :, :2], jnp.ones((1, 1, 2)), heads=(0,))
+        >>> long = kvjax.pallas_kernels.CacheShard(x, x, jnp.ones((1, 1, 6)), heads=(1,))
+        >>> kvjax.pallas_kernels.sharded_decode_attention(jnp.ones((1, 4, 4)), [short, long], scale=0.5).shape
+        (1, 4, 4)
     """
 
     k: Float[Array, "B K C H"]
@@ -95,6 +126,13 @@ class PackedSlots(NamedTuple):
         v_recent: unquantised values of the latest E slots, which include all slots with unquantised keys.
         k_packed: number of slots whose keys are quantised.
         next: number of filled slots.
+
+    Example:
+        >>> state, _ = kvjax.KIVI(bits=8, group=2, residual=2).layer(spec).prefill(prompt, {})  # 8-bit codes
+        >>> recent = state.k_recent, state.v_recent
+        >>> slots = kvjax.pallas_kernels.PackedSlots(state.k, state.v, *recent, state.k_packed, state.next)
+        >>> slots.k_packed.tolist(), slots.next.tolist()  # keys of the first slots are codes
+        ([[4]], [[6]])
     """
 
     k: Packed

@@ -35,6 +35,12 @@ def best_experts(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> logits = jnp.log(jnp.asarray([[1.0, 6.0, 2.0]]))
+        >>> experts, weights = kvjax.pallas_kernels.best_experts(logits, 2, normalized=True)
+        >>> experts.tolist(), [round(weight, 2) for weight in weights[0].tolist()]  # 6 / 8 and 2 / 8
+        ([[1, 2]], [0.75, 0.25])
     """
     options = {"implementation": implementation, "interpret": interpret}
     return _BEST(logits, count=count, normalized=normalized, scale=scale, **options)
@@ -79,6 +85,13 @@ def expert_mlp(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x, matrices = jnp.asarray([[1.0, 2.0]]), jax.random.normal(jax.random.key(0), (3, 2 * 4, 2))
+        >>> gate, up, down = matrices[0], matrices[1], matrices[2].reshape(2, 4, 2).swapaxes(1, 2).reshape(4, 4)
+        >>> out = kvjax.pallas_kernels.expert_mlp(x, jnp.asarray([[1]]), jnp.asarray([[1.0]]), gate, up, down)
+        >>> bool(jnp.allclose(out, (jax.nn.silu(x @ gate[4:].T) * (x @ up[4:].T)) @ down[2:].T, atol=1e-5))  # expert 1
+        True
     """
     options = {
         "norm": norm,

@@ -55,6 +55,14 @@ def gather_attention(
     Raises:
         Unsupported: the requested implementation does not support this case.
         ValueError: the numbers of heads, or `index`, `live` and `page`, do not match.
+
+    Example:
+        >>> q, k = jax.random.normal(jax.random.key(0), (1, 2, 4)), jax.random.normal(jax.random.key(1), (1, 1, 6, 4))
+        >>> pages = jnp.asarray([[[0, 2]]])  # of two slots each: slots 0, 1, 4 and 5
+        >>> found = kvjax.pallas_kernels.gather_attention(q, k, k, pages, pages >= 0, scale=0.5, page=2)
+        >>> weight = jnp.asarray([[[1.0, 1, 0, 0, 1, 1]]])
+        >>> bool(jnp.allclose(found.out, kvjax.pallas_kernels.decode_attention(q, k, k, weight, scale=0.5).out))
+        True
     """
     heads, selecting, kv_heads = parts_of(q)[0].shape[1], index.shape[1], k.shape[1]
     if heads % selecting or selecting % kv_heads:
@@ -100,6 +108,13 @@ def fetch_slots(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> store, got = jnp.arange(8.0).reshape(1, 1, 8, 1), jnp.full((1, 1, 2, 1), -1.0)
+        >>> index, missing = jnp.asarray([[[5, 2]]]), jnp.asarray([[[True, False]]])
+        >>> (found,) = kvjax.pallas_kernels.fetch_slots([store], index, missing, [got])
+        >>> found.ravel().tolist()
+        [5.0, -1.0]
     """
     return _FETCH(stores, index, missing, got, implementation=implementation, interpret=interpret)
 
@@ -110,5 +125,11 @@ def reads_host_memory(
     missing: Bool[Array, "B N F"],
     got: Sequence[Float[Array, "B N F H"]],
 ) -> bool:
-    """Return whether `fetch_slots` uses a kernel for these arguments, so that the stores can be in host memory."""
+    """Return whether `fetch_slots` uses a kernel for these arguments, so that the stores can be in host memory.
+
+    Example:
+        >>> store, index = jnp.zeros((1, 1, 8, 4)), jnp.asarray([[[5, 2]]])
+        >>> kvjax.pallas_kernels.reads_host_memory([store], index, index >= 0, [jnp.zeros((1, 1, 2, 4))])  # on CPU
+        False
+    """
     return _FETCH.kernel(stores, index, missing, got) is not None

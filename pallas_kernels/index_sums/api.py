@@ -37,5 +37,10 @@ def index_sums(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> index, values = jnp.asarray([[[0, 2, 0, -1]]]), jnp.asarray([[[1.0, 2.0, 3.0, 9.0]]])
+        >>> kvjax.pallas_kernels.index_sums(index, values).ravel().tolist()
+        [4.0, 0.0, 2.0, 0.0]
     """
     return _OP(index, values, implementation=implementation, interpret=interpret)

@@ -62,6 +62,13 @@ def kmeans(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x = jnp.asarray([[[[0.0], [1.0], [10.0], [11.0]]]])
+        >>> mask, init, clusters = jnp.ones((1, 4), bool), jnp.asarray([[[[0.0], [5.0]]]]), jnp.asarray([2])
+        >>> centroids, label = kvjax.pallas_kernels.kmeans(x, mask, init, clusters, iterations=2, distance="l2")
+        >>> centroids.ravel().tolist(), label.ravel().tolist()
+        ([0.5, 10.5], [0, 0, 1, 1])
     """
     options = {"iterations": iterations, "distance": distance}
     return _KMEANS(x, mask, init, clusters, **options, implementation=implementation, interpret=interpret)
@@ -96,6 +103,12 @@ def nearest(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> queries, keys = jnp.asarray([[1.0, 0.0], [0.0, 1.0]]), jnp.asarray([[0.0, 2.0], [3.0, 0.0]])
+        >>> found = kvjax.pallas_kernels.nearest(queries, keys)
+        >>> found.place.tolist(), found.score.tolist()
+        ([1, 0], [3.0, 2.0])
     """
     return _NEAREST(queries, keys, bias, implementation=implementation, interpret=interpret)
 
@@ -126,6 +139,11 @@ def newest_duplicate(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> keys = jnp.asarray([[[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]]])
+        >>> kvjax.pallas_kernels.newest_duplicate(keys, jnp.ones((1, 1, 3), bool), threshold=0.9).ravel().tolist()
+        [2, -1, 0]
     """
     keys = jax.lax.stop_gradient(keys)  # an index has no gradient
     return _NEWEST_DUPLICATE(keys, live, threshold=threshold, implementation=implementation, interpret=interpret)

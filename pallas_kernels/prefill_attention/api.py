@@ -49,6 +49,13 @@ def prefill_attention(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 6, 4, 4))
+        >>> q, k, v = x[:, :, :2], x[:, :, 2:3], x[:, :, 3:]
+        >>> out = kvjax.pallas_kernels.prefill_attention(q, k, v, scale=0.5)
+        >>> out.shape, bool(jnp.allclose(out[:, 0], v[:, 0]))  # the first token attends to itself alone
+        ((1, 6, 2, 4), True)
     """
     options = {"scale": scale, "window": window, "sinks": sinks}
     return _PREFILL(q, k, v, **options, implementation=implementation, interpret=interpret)
@@ -92,6 +99,12 @@ def block_attention(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (1, 1, 6, 4))
+        >>> q, at, pos = x[:, 0, 4:, None], jnp.asarray([[4, 5]]), jnp.arange(6)[None, None]  # the last two tokens
+        >>> kvjax.pallas_kernels.block_attention(q, x, x, at, pos, scale=0.5).shape
+        (1, 2, 1, 4)
     """
     options = {"scale": scale, "window": window, "run": run}
     chosen = {"implementation": implementation, "interpret": interpret}
@@ -128,6 +141,13 @@ def partial_block_attention(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x, pos = jax.random.normal(jax.random.key(0), (1, 1, 6, 4)), jnp.arange(6)[None, None]
+        >>> q, at = x[:, 0, 4:, None], jnp.asarray([[4, 5]])
+        >>> out, logsumexp = kvjax.pallas_kernels.partial_block_attention(q, x, x, at, pos, scale=0.5)
+        >>> out.shape, logsumexp.shape
+        ((1, 2, 1, 4), (1, 2, 1))
     """
     options = {"scale": scale, "window": window, "run": run, "stripes": stripes}
     return _PARTIAL(q, k, v, q_pos, pos, weight, **options, implementation=implementation, interpret=interpret)

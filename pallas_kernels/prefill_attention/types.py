@@ -15,6 +15,13 @@ class Run(NamedTuple):
     Attributes:
         first: slots before it are free.
         own: slot of the first query's token. Slots from `first` up to it contain earlier tokens or are free.
+
+    Example:
+        >>> x, pos = jax.random.normal(jax.random.key(0), (1, 1, 6, 4)), jnp.arange(6)[None, None]
+        >>> run = kvjax.pallas_kernels.Run(first=jnp.asarray([[0]]), own=jnp.asarray([[4]]))
+        >>> q, at = x[:, 0, 4:, None], jnp.asarray([[4, 5]])
+        >>> kvjax.pallas_kernels.block_attention(q, x, x, at, pos, scale=0.5, run=run).shape
+        (1, 2, 1, 4)
     """
 
     first: Int[Array, "B K"]
@@ -28,6 +35,11 @@ class Stripes(NamedTuple):
         width: slots per stripe.
         parts: number of parts. Part p has the stripes p, p + parts, p + 2 · parts, and so on.
         part: index of this part.
+
+    Example:
+        >>> stripes = kvjax.pallas_kernels.Stripes(width=32, parts=2, part=jnp.asarray(1))
+        >>> stripes.width * int(stripes.part)  # its first slot; it has 32 to 63, 96 to 127, …
+        32
     """
 
     width: int

@@ -43,6 +43,11 @@ def projection(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x, weight = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> kvjax.pallas_kernels.projection(x, weight)[0].tolist()
+        [[1.0, 2.0, 3.0]]
     """
     options = {"norm": norm, "residual": residual, "dtype": x.dtype if dtype is None else jnp.dtype(dtype)}
     return _PROJECTION(x, weights, **options, implementation=implementation, interpret=interpret)
@@ -72,12 +77,23 @@ def gated_projection(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> x, one = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[1.0, 0.0]])
+        >>> out = kvjax.pallas_kernels.gated_projection(x, one, one)
+        >>> bool(jnp.allclose(out, jax.nn.silu(1.0)))
+        True
     """
     return _GATED(x, (gate, up), norm=norm, implementation=implementation, interpret=interpret)
 
 
 def lookup(table: Matrix, indices: Int[Array, "*B"], dtype: Any) -> Float[Array, "*B D"]:
-    """Return rows of a table, such as token embeddings. Rows of a quantised table are dequantised to `dtype`."""
+    """Return rows of a table, such as token embeddings. Rows of a quantised table are dequantised to `dtype`.
+
+    Example:
+        >>> kvjax.pallas_kernels.lookup(jnp.asarray([[1.0, 2.0], [3.0, 4.0]]), jnp.asarray([1, 0]), "bfloat16").tolist()
+        [[3.0, 4.0], [1.0, 2.0]]
+    """
     if isinstance(table, QuantizedMatrix):
         return table.rows(indices).dequantized(dtype)
     return jnp.take(table, indices, axis=0)

@@ -23,6 +23,11 @@ class Int8Matrix:
     Attributes:
         levels: codes from -127 to 127.
         scale: scale of each output, float32.
+
+    Example:
+        >>> matrix = kvjax.pallas_kernels.Int8Matrix(jnp.asarray([[127, -63]], jnp.int8), jnp.asarray([0.5]))
+        >>> kvjax.pallas_kernels.projection(jnp.asarray([[1.0, 1.0]]), matrix)[0].tolist()  # (127 - 63) * 0.5
+        [[32.0]]
     """
 
     levels: Int8[Array, "O I"]
@@ -77,6 +82,12 @@ class GroupedMatrix:
         minimum: [O, G], added to the scaled codes. If it is None, the centre of 4-bit codes is 8; otherwise it is 0.
         scale_unit, minimum_unit: [O, U], factors of integer scales and minima. Each applies to G / U consecutive
             groups.
+
+    Example:
+        >>> levels = jnp.asarray([[[0x19], [0x2A]]], jnp.uint8)  # one output and one group of four inputs
+        >>> matrix = kvjax.pallas_kernels.GroupedMatrix(levels, jnp.asarray([[0.5]]))
+        >>> kvjax.pallas_kernels.lookup(matrix, jnp.asarray([0]), "float32").tolist()  # (code - 8) * 0.5
+        [[0.5, 1.0, -3.5, -3.0]]
     """
 
     levels: UInt8[Array, "O half G"] | Int8[Array, "O M G"]
@@ -185,7 +196,13 @@ def multiplied(x: Float[Array, "*B I"], w: QuantizedMatrix, dtype: Any) -> Float
 
 
 def is_quantized(weight: Any) -> bool:
-    """Return whether this is a quantised matrix, for example as `is_leaf` of `jax.tree` functions."""
+    """Return whether this is a quantised matrix, for example as `is_leaf` of `jax.tree` functions.
+
+    Example:
+        >>> small = kvjax.conversion.quantize_weights(params, "int8")
+        >>> [kvjax.pallas_kernels.is_quantized(model.layers[0].attn.q) for model in (params, small)]
+        [False, True]
+    """
     return isinstance(weight, QuantizedMatrix)
 
 

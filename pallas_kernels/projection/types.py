@@ -17,6 +17,13 @@ class Norm(NamedTuple):
         gain: factor of each channel, [D], less the offset.
         eps: added to the mean square.
         offset: added to the gain, if not None. The product with the gain is then rounded once, and not before it, too.
+
+    Example:
+        >>> x, weight = jnp.asarray([[3.0, 4.0]]), jnp.eye(2)
+        >>> norm = kvjax.pallas_kernels.Norm(gain=jnp.ones(2), eps=0.0)
+        >>> (out,) = kvjax.pallas_kernels.projection(x, weight, norm=norm)
+        >>> bool(jnp.allclose(out, x / np.sqrt((9 + 16) / 2)))
+        True
     """
 
     gain: Float[Array, " D"]

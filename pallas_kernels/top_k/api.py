@@ -37,6 +37,10 @@ def top_k(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> kvjax.pallas_kernels.top_k(jnp.asarray([[3.0, 1.0, 3.0, 2.0]]), jnp.asarray([2])).tolist()
+        [[True, False, True, False]]
     """
     if scores.size == 0:
         return jnp.zeros(scores.shape, bool)
@@ -71,6 +75,11 @@ def top_k_indices(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> index, chosen = kvjax.pallas_kernels.top_k_indices(jnp.asarray([[3.0, 1.0, 2.0]]), jnp.asarray([1]), size=2)
+        >>> index[chosen].tolist(), chosen.tolist()
+        ([0], [[True, False]])
     """
     rows, counts = _rows(scores, count)
     index, live = _TOP_K_INDICES(rows, counts, size, implementation=implementation, interpret=interpret)
@@ -112,6 +121,14 @@ def cluster_tokens(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> scores, sizes, starts = jnp.asarray([[[[1.0, 2.0]]]]), jnp.asarray([[[2, 3]]]), jnp.asarray([[[0, 2]]])
+        >>> order = jnp.asarray([[[0, 3, 1, 2, 4]]])  # cluster 0 has tokens 0 and 3, cluster 1 the others
+        >>> room = jnp.asarray([4])
+        >>> tokens, valid = kvjax.pallas_kernels.cluster_tokens(scores, sizes, starts, order, room, size=4)
+        >>> tokens[valid].tolist()
+        [1, 2, 4, 0]
     """
     given = scores, sizes, starts, order, room, size, always
     return _CLUSTER_TOKENS(*given, implementation=implementation, interpret=interpret)

@@ -44,6 +44,16 @@ def tree_eviction(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> places, kept, scope = jnp.arange(4)[None, None], jnp.asarray([[4]]), jnp.asarray([[0]])
+        >>> ranked = kvjax.pallas_kernels.Ranked(places, places, jnp.ones((1, 1, 4)), kept, kept, scope)
+        >>> score, steps = jnp.asarray([[[9.0, 1, 2, 9]]]), jnp.ones((1, 1, 4))
+        >>> tree, budget = jnp.asarray([2]), jnp.asarray([3])
+        >>> options = {"sinks": 1, "stride": 1, "scored": True}
+        >>> ranked = kvjax.pallas_kernels.tree_eviction(ranked, score, steps, tree, budget, **options)
+        >>> ranked.pos.ravel().tolist()  # token 1 received less attention than token 2
+        [0, -1, 2, 3]
     """
     given, options = (ranked, score, steps, tree, budget), {"sinks": sinks, "stride": stride, "scored": scored}
     return Ranked(*_OP(*given, **options, implementation=implementation, interpret=interpret))

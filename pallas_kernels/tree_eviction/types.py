@@ -14,6 +14,12 @@ class Ranked(NamedTuple):
         kept: number of kept tokens n. Each rank below n exists once.
         next: slot for the next token.
         scope: rank of the older of the two neighbours, minus the number of sinks.
+
+    Example:
+        >>> places, kept, scope = jnp.arange(4)[None, None], jnp.asarray([[4]]), jnp.asarray([[0]])
+        >>> ranked = kvjax.pallas_kernels.Ranked(places, places, jnp.ones((1, 1, 4)), kept, kept, scope)
+        >>> ranked.rank.ravel().tolist(), ranked.kept.item()  # four tokens, in order
+        ([0, 1, 2, 3], 4)
     """
 
     rank: Int[Array, "B K C"]

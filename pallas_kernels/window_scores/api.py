@@ -69,6 +69,12 @@ def window_scores(
     Raises:
         ValueError: `middle` or `chunk` was given with kind="logits".
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> q, k, lengths = prompt.q_rotated, prompt.k_rotated, prompt.lengths
+        >>> scores = kvjax.pallas_kernels.window_scores(q, k, lengths, window=2, scale=0.5)
+        >>> scores.shape, round(scores.sum().item(), 3)  # rows, KV heads, tokens
+        ((1, 1, 6), 1.0)
     """
     if kind == "logits" and (middle is not None or chunk != 1):
         raise ValueError(f"window_scores: kind='logits' does not support chunk={chunk} or `middle`. Use kind='softmax'")
@@ -115,6 +121,11 @@ def attention_mass(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> mass = kvjax.pallas_kernels.attention_mass(prompt.q_rotated, prompt.k_rotated, prompt.lengths, scale=0.5)
+        >>> mass.shape, round(mass.sum().item(), 3)  # each of six queries gives 1
+        ((1, 1, 6), 6.0)
     """
     q, k = jax.lax.stop_gradient((q, k))
     size = q.shape[1]

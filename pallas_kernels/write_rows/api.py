@@ -40,5 +40,10 @@ def write_rows(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> array, values = jnp.zeros((3, 2)), jnp.ones((2, 2))
+        >>> kvjax.pallas_kernels.write_rows(array, jnp.asarray([2, 5]), values)[:, 0].tolist()  # there is no row 5
+        [0.0, 0.0, 1.0]
     """
     return _OP(array, rows, values, implementation=implementation, interpret=interpret)

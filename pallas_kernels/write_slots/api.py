@@ -45,6 +45,12 @@ def write_slots(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> k, next_slot = jnp.zeros((1, 1, 4, 2)), jnp.asarray([[2]])
+        >>> k, next_slot = kvjax.pallas_kernels.write_slots([k], next_slot, [jnp.ones((1, 1, 2))], [next_slot])
+        >>> k[0, 0, :, 0].tolist(), next_slot.item()
+        ([0.0, 0.0, 1.0, 0.0], 3)
     """
     whole = SlotUpdate(arrays, slot, values, counters, tuple(range(slot.shape[1])), live)
     return write_sharded_slots([whole], implementation=implementation, interpret=interpret)[0]
@@ -64,6 +70,13 @@ def write_sharded_slots(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> value, slot = jnp.asarray([[[1.0], [2.0]]]), jnp.asarray([[1]])  # two heads, each with a cache
+        >>> SlotUpdate, array = kvjax.pallas_kernels.SlotUpdate, jnp.zeros((1, 1, 3, 1))
+        >>> updates = [SlotUpdate([array], slot + i, [value], [], heads=(i,)) for i in range(2)]
+        >>> [array.ravel().tolist() for (array,) in kvjax.pallas_kernels.write_sharded_slots(updates)]
+        [[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]]
     """
     return _OP(writings, implementation=implementation, interpret=interpret)
 
@@ -72,6 +85,10 @@ def writes_host_memory(array: Array) -> bool:
     """Return whether `write_slots` uses a kernel for such an array, so that it can also be in host memory.
 
     A GPU writes to host memory in place, over the bus.
+
+    Example:
+        >>> kvjax.pallas_kernels.writes_host_memory(jnp.zeros((1, 1, 8, 4)))  # on CPU
+        False
     """
     shape = jax.ShapeDtypeStruct(array.shape[:2], jnp.int32)
     whole = SlotUpdate([array], shape, [0.0], (), tuple(range(array.shape[1])))  # pyright: ignore[reportArgumentType]

@@ -16,6 +16,12 @@ class SlotUpdate(NamedTuple):
         values: those of all heads of the layer.
         heads: the layer's KV heads that are in this cache, in order.
         live: rows to write; None writes all rows.
+
+    Example:
+        >>> slot, value = jnp.asarray([[2]]), jnp.ones((1, 1, 2))
+        >>> update = kvjax.pallas_kernels.SlotUpdate([jnp.zeros((1, 1, 4, 2))], slot, [value], [], heads=(0,))
+        >>> kvjax.pallas_kernels.write_sharded_slots([update])[0][0][0, 0, :, 0].tolist()
+        [0.0, 0.0, 1.0, 0.0]
     """
 
     arrays: Sequence[Array]

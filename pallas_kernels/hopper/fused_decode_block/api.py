@@ -41,6 +41,16 @@ def fused_decode_block(
 
     Raises:
         Unsupported: the requested implementation does not support this case.
+
+    Example:
+        >>> from kvjax.pallas_kernels import BlockWeights, Norm
+        >>> a, b = params.layers
+        >>> norms = [Norm(gain, params.config.norm_eps) for gain in (a.mlp_norm, b.attn_norm)]
+        >>> mlp, qkv = (a.mlp.gate, a.mlp.up, a.mlp.down), (b.attn.q, b.attn.k, b.attn.v)
+        >>> weights = BlockWeights(a.attn.o, norms[0], *mlp, norms[1], *qkv)
+        >>> out = kvjax.pallas_kernels.fused_decode_block(jnp.ones((1, 64)), jnp.ones((1, 48)), weights)
+        >>> out.x.shape, out.q.shape, out.k.shape
+        ((1, 48), (1, 64), (1, 32))
     """
     kernel = _OP.kernel(attended, x, weights, implementation=implementation)
     if kernel is not None:

@@ -18,6 +18,15 @@ class BlockWeights(NamedTuple):
         down: [D, F].
         attn_norm: norm before the next layer's attention.
         q, k, v: projections of the next layer, [_, D].
+
+    Example:
+        >>> from kvjax.pallas_kernels import BlockWeights, Norm
+        >>> a, b = params.layers
+        >>> norms = [Norm(gain, params.config.norm_eps) for gain in (a.mlp_norm, b.attn_norm)]
+        >>> mlp, qkv = (a.mlp.gate, a.mlp.up, a.mlp.down), (b.attn.q, b.attn.k, b.attn.v)
+        >>> weights = BlockWeights(a.attn.o, norms[0], *mlp, norms[1], *qkv)
+        >>> weights.o.shape, weights.q.shape
+        ((48, 64), (64, 48))
     """
 
     o: Matrix
