@@ -22,6 +22,11 @@ def prepare() -> Any:
 
     Raises:
         RuntimeError: the installation failed. The message has the command.
+
+    Example:
+        >>> from kvjax.notebooks import prepare
+        >>> device = prepare()
+        jax ... on cpu
     """
     missing = _missing()
     if missing is not None:

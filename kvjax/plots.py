@@ -42,8 +42,9 @@ def kept_tokens(
         ValueError: there is no policy to draw, or as `kvjax.runtime.inspection.retained_positions`.
 
     Example:
-        >>> figure = kvjax.plots.kept_tokens(params, "Once upon a time", [kvjax.TreeKV(budget=64)])
-        >>> kvjax.plots.save(figure, "kept.png")
+        >>> figure = kvjax.plots.kept_tokens(params, [5, 9, 2] * 10, [kvjax.StreamingLLM(budget=8)], max_new_tokens=4)
+        >>> len(figure.axes)  # a panel and its scale
+        2
     """
     import_matplotlib()
     named = policies if isinstance(policies, Mapping) else {_title(policy): policy for policy in policies}
@@ -95,6 +96,13 @@ def head_map(profile: HeadProfile) -> "Figure":
 
     Raises:
         ImportError: matplotlib is not installed.
+
+    Example:
+        >>> facts = {"method": "chelsea", "model": "tiny", "data": "none", "settings": ()}
+        >>> profile = kvjax.policies.HeadProfile(**facts, scores=((0.1, 0.9),), labels=(("other", "outlier"),))
+        >>> figure = kvjax.plots.head_map(profile)
+        >>> len(figure.axes)  # the map and its scale
+        2
     """
     figures, _ = import_matplotlib()
     counts = Counter(label for layer in profile.labels for label in layer)
@@ -125,6 +133,12 @@ def needle_map(rows: Sequence[Mapping[str, Any]], title: str = "Needle in a hays
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there are no rows.
+
+    Example:
+        >>> rows = [{"score": 1.0, "labels": {"length": 1024, "depth": depth}} for depth in (0.0, 0.5, 1.0)]
+        >>> figure = kvjax.plots.needle_map(rows, title="Full cache")
+        >>> figure.axes[0].get_title()
+        'Full cache: 1.00'
     """
     figures, _ = import_matplotlib()
     if not rows:
@@ -265,6 +279,18 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there are no rows.
+
+    Example:
+        >>> facts = {"task": "needle", "settings": {}, "metric": "score", "higher_is_better": True}
+        >>> facts |= {"full_cache_bytes": 4e6, "standard_error": None, "tokens_per_second": None}
+        >>> shares = {"snapkv": (0.25, 1e6, 0.5), "full": (None, 4e6, 0.9)}
+        >>> rows = [
+        ...     {**facts, "policy": name, "target": target, "cache_bytes": held, "value": value}
+        ...     for name, (target, held, value) in shares.items()
+        ... ]
+        >>> figure = kvjax.plots.tradeoff(rows)
+        >>> len(figure.axes)
+        1
     """
     figures, _ = import_matplotlib()
     if not rows:

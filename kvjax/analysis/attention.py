@@ -36,7 +36,10 @@ def attention_weights(
         ValueError: the text is empty, a layer does not exist, or `last` is out of range.
 
     Example:
-        >>> weights = attention_weights(params, tokens, layers=[0, 15], last=32)
+        >>> from kvjax.analysis.attention import attention_weights
+        >>> weights = attention_weights(params, [5, 9, 2] * 4, layers=[0], last=2)
+        >>> weights[0].shape  # query heads, queries, tokens
+        (4, 2, 12)
     """
     cached, length = params.config.cached, len(tokens)
     count = len(cached)
@@ -75,6 +78,13 @@ def draw_attention(weights: Mapping[str, Float[np.ndarray, "Q T"]]) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
+
+    Example:
+        >>> from kvjax.analysis.attention import attention_weights, draw_attention
+        >>> weights = attention_weights(params, [5, 9, 2] * 4, layers=[0])
+        >>> figure = draw_attention({f"head {n}": weights[0][n] for n in range(2)})
+        >>> len(figure.axes)  # two maps and their scale
+        3
     """
     figures, _ = import_matplotlib()
     if not weights:

@@ -17,6 +17,11 @@ def similarity(keys: Float[np.ndarray, "T H"]) -> Float[np.ndarray, "T T"]:
 
     Args:
         keys: rotated keys: `kvjax.analysis.recording.record(params, tokens)[layer].k[:, head]`.
+
+    Example:
+        >>> from kvjax.analysis.key_similarity import similarity
+        >>> similarity(np.asarray([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], np.float32)).tolist()
+        [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
     """
     unit = _unit(keys)
     return unit @ unit.T
@@ -33,6 +38,12 @@ def by_distance(keys: Float[np.ndarray, "T K H"], distance: int = 256) -> Float[
 
     Raises:
         ValueError: the text has no tokens that far apart.
+
+    Example:
+        >>> from kvjax.analysis.key_similarity import by_distance
+        >>> keys = np.asarray([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], np.float32)[:, None]  # tokens, heads, channels
+        >>> by_distance(keys, distance=2).tolist()
+        [[0.0, 1.0]]
     """
     if not 0 < distance < len(keys):
         raise ValueError(f"distance={distance} in a text of {len(keys)} tokens; give 1 to {len(keys) - 1}")
@@ -50,6 +61,14 @@ def draw_maps(maps: Mapping[str, Float[np.ndarray, "T T"]]) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
+
+    Example:
+        >>> from kvjax.analysis.key_similarity import draw_maps, similarity
+        >>> from kvjax.analysis.recording import record
+        >>> keys = record(params, [5, 9, 2] * 4)[0].k
+        >>> figure = draw_maps({f"head {k}": similarity(keys[:, k]) for k in range(2)})
+        >>> len(figure.axes)  # the last one is the scale
+        3
     """
     figures, _ = import_matplotlib()
     if not maps:
@@ -75,6 +94,14 @@ def draw_by_distance(curves: Mapping[str, Float[np.ndarray, " D"]]) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
+
+    Example:
+        >>> from kvjax.analysis.key_similarity import by_distance, draw_by_distance
+        >>> from kvjax.analysis.recording import record
+        >>> keys = record(params, [5, 9, 2] * 4)[0].k
+        >>> figure = draw_by_distance({f"head {k}": curve for k, curve in enumerate(by_distance(keys, distance=8))})
+        >>> len(figure.axes[0].lines)
+        2
     """
     figures, colormaps = import_matplotlib()
     if not curves:

@@ -32,6 +32,12 @@ def kept(params: Params, tokens: Sequence[int], policy: Policy, new_tokens: int 
     Raises:
         ValueError: the prompt is empty.
         PolicyError: the policy does not support a sequence of this length.
+
+    Example:
+        >>> from kvjax.analysis.layers import kept
+        >>> held = kept(params, [5, 9, 2] * 8, kvjax.StreamingLLM(budget=6, sinks=2))
+        >>> held.shape, np.flatnonzero(held[0, 0]).tolist()  # layers, KV heads, tokens
+        ((2, 2, 24), [0, 1, 20, 21, 22, 23])
     """
     if not len(tokens):
         raise ValueError("the prompt is empty; give at least one token")
@@ -49,6 +55,12 @@ def jaccard(kept: Bool[np.ndarray, "L K T"]) -> Float[np.ndarray, "L L"]:
     """Jaccard similarity of layers: tokens kept by both over tokens kept by either, averaged over KV heads (Figure 2).
 
     The paper uses only the first head, which is `kept[:, :1]`.
+
+    Example:
+        >>> from kvjax.analysis.layers import jaccard
+        >>> kept = np.asarray([[[True, True, False]], [[False, True, True]]])  # layers, KV heads, tokens
+        >>> jaccard(kept).round(2).tolist()
+        [[1.0, 0.33], [0.33, 1.0]]
     """
     marks = kept.astype(np.float64)
     both = np.einsum("akt,bkt->abk", marks, marks)
@@ -62,6 +74,11 @@ def neighbours(similarity: Float[np.ndarray, "L L"]) -> float:
 
     Raises:
         ValueError: there is only one layer.
+
+    Example:
+        >>> from kvjax.analysis.layers import neighbours
+        >>> neighbours(np.asarray([[1.0, 0.5], [0.5, 1.0]], np.float32))
+        0.5
     """
     if len(similarity) < 2:
         raise ValueError(f"{len(similarity)} layer has no neighbours; give the similarities of two or more")
@@ -77,6 +94,13 @@ def draw_similarity(similarity: Mapping[str, Float[np.ndarray, "L L"]]) -> "Figu
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw.
+
+    Example:
+        >>> from kvjax.analysis.layers import draw_similarity, jaccard, kept
+        >>> held = kept(params, [5, 9, 2] * 8, kvjax.StreamingLLM(budget=6, sinks=2))
+        >>> figure = draw_similarity({"StreamingLLM": jaccard(held)})
+        >>> len(figure.axes)  # the map and its scale
+        2
     """
     figures, _ = import_matplotlib()
     if not similarity:

@@ -29,6 +29,14 @@ class Selected(NamedTuple):
         chosen: tokens before the tail that are selected, including ClusterKV's sinks; `budget` tokens, or all if there
             are fewer.
         logits: attention logits; -inf for tokens of the tail, which are always attended, and for future tokens.
+
+    Example:
+        >>> from kvjax.analysis.recall import recall_rate, replay
+        >>> from kvjax.analysis.recording import record
+        >>> layer = record(params, [5, 9, 2, 7] * 8)[0]
+        >>> selected = replay(kvjax.Quest(budget=8, page=4, dense_layers=0), layer, prompt=28)
+        >>> recall_rate(selected.chosen, selected.logits).shape  # steps, query heads
+        (4, 4)
     """
 
     chosen: Bool[np.ndarray, "S N T"]
@@ -46,6 +54,14 @@ def replay(policy: SparsePolicy, layer: Recorded, prompt: int) -> Selected:
 
     Raises:
         ValueError: the prompt or the rest of the text is empty, or the budget covers the whole text.
+
+    Example:
+        >>> from kvjax.analysis.recall import replay
+        >>> from kvjax.analysis.recording import record
+        >>> layer = record(params, [5, 9, 2, 7] * 8)[0]
+        >>> selected = replay(kvjax.Quest(budget=8, page=4, dense_layers=0), layer, prompt=28)
+        >>> selected.chosen.shape  # steps, query heads, tokens
+        (4, 4, 32)
     """
     spec, heads = _spec(policy, layer, prompt), layer.q.shape[1]
     total = spec.max_tokens
@@ -61,6 +77,14 @@ def clusters(policy: ClusterKV, layer: Recorded, prompt: int) -> Int[np.ndarray,
     """Cluster of each of the T tokens of a prompt, in each KV head; -1 for sinks.
 
     Arguments and errors as for `replay`.
+
+    Example:
+        >>> from kvjax.analysis.recall import clusters
+        >>> from kvjax.analysis.recording import record
+        >>> layer = record(params, [5, 9, 2, 7] * 8)[0]
+        >>> policy = kvjax.ClusterKV(budget=8, sinks=2, dense_layers=0, n_clusters=4)
+        >>> clusters(policy, layer, prompt=28)[0, :4].tolist()  # -1 are the sinks
+        [-1, -1, 3, 0]
     """
     spec = _spec(policy, layer, prompt)
     lengths = jnp.full((1,), prompt, jnp.int32)
@@ -78,6 +102,12 @@ def recall_rate(chosen: Bool[np.ndarray, "*S T"], logits: Float[np.ndarray, "*S 
     """|I ∩ I*| / |I*|: fraction of the most attended tokens I* that are among the selected tokens I, where |I*| = |I|.
 
     Ties in the logits go to the earlier token. If nothing is selected, the rate is 1.
+
+    Example:
+        >>> from kvjax.analysis.recall import recall_rate
+        >>> chosen = np.asarray([True, True, False, False])
+        >>> recall_rate(chosen, np.asarray([3.0, 0.0, 2.0, 1.0], np.float32)).item()  # of tokens 0 and 2
+        0.5
     """
     size = chosen.sum(axis=-1, keepdims=True)
     ranked = np.take_along_axis(chosen, np.argsort(-logits, axis=-1, kind="stable"), axis=-1)
@@ -94,6 +124,12 @@ def hit_rate(chosen: Bool[np.ndarray, "S *N T"], steps: int = 1) -> float:
 
     Raises:
         ValueError: there are fewer than two queries, or `steps` is less than 1.
+
+    Example:
+        >>> from kvjax.analysis.recall import hit_rate
+        >>> chosen = np.asarray([[True, True, False], [False, True, True]])  # steps, tokens
+        >>> hit_rate(chosen)  # of the second query's two tokens, the first had selected one
+        0.5
     """
     if len(chosen) < 2 or steps < 1:
         raise ValueError(f"{len(chosen)} queries and steps={steps}; give two queries or more, and 1 or more steps")

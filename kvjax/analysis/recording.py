@@ -19,6 +19,12 @@ class Recorded(NamedTuple):
         q, k: queries and keys, rotated to their positions.
         v: values.
         window: sliding attention window of the layer in tokens; None for full attention.
+
+    Example:
+        >>> from kvjax.analysis.recording import record
+        >>> layer = record(params, [5, 9, 2] * 4)[0]
+        >>> layer.q.shape, layer.v.shape, layer.window  # tokens, heads, channels
+        ((12, 4, 16), (12, 2, 16), None)
     """
 
     q: Float[np.ndarray, "T N H"]
@@ -32,6 +38,12 @@ def record(params: Params, tokens: Sequence[int]) -> list[Recorded]:
 
     Raises:
         ValueError: the text is empty.
+
+    Example:
+        >>> from kvjax.analysis.recording import record
+        >>> layers = record(params, [5, 9, 2] * 4)
+        >>> len(layers), layers[0].k.shape  # tokens, KV heads, channels
+        (2, (12, 2, 16))
     """
     if not len(tokens):
         raise ValueError("there is nothing to record; give at least one token")

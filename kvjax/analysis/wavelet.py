@@ -29,6 +29,12 @@ def decompose(signal: Float[np.ndarray, "T ..."], levels: int) -> tuple[np.ndarr
 
     Raises:
         ValueError: the length is not a multiple of 2^levels.
+
+    Example:
+        >>> from kvjax.analysis.wavelet import decompose
+        >>> approximation, (detail,) = decompose(np.asarray([1.0, 3.0, 2.0, 2.0]), levels=1)
+        >>> approximation.round(3).tolist(), detail.round(3).tolist()
+        ([2.828, 2.828], [-1.414, 0.0])
     """
     if levels < 1 or len(signal) % 2**levels:
         raise ValueError(f"{levels} levels need a length that is a multiple of {2**levels}, which {len(signal)} is not")
@@ -41,7 +47,14 @@ def decompose(signal: Float[np.ndarray, "T ..."], levels: int) -> tuple[np.ndarr
 
 
 def reconstruct(approximation: np.ndarray, detail: np.ndarray) -> np.ndarray:
-    """Reconstruct the signal of one level from its coefficients (R in the paper), the inverse of a one-level decomposition."""
+    """Reconstruct the signal of one level from its coefficients (R in the paper), the inverse of a one-level decomposition.
+
+    Example:
+        >>> from kvjax.analysis.wavelet import decompose, reconstruct
+        >>> approximation, (detail,) = decompose(np.asarray([1.0, 3.0, 2.0, 2.0]), levels=1)
+        >>> reconstruct(approximation, detail).round(3).tolist()
+        [1.0, 3.0, 2.0, 2.0]
+    """
     pairs = np.stack([_HALF * (approximation + detail), _HALF * (approximation - detail)], axis=1)
     return pairs.reshape(2 * len(detail), *detail.shape[1:])
 
@@ -53,6 +66,12 @@ def components(signal: Float[np.ndarray, "T ..."], levels: int) -> Float[np.ndar
 
     Raises:
         ValueError: as `decompose`.
+
+    Example:
+        >>> from kvjax.analysis.wavelet import components
+        >>> (part,) = components(np.asarray([1.0, 3.0, 2.0, 2.0]), levels=1)
+        >>> part.round(3).tolist()  # differences from the means of pairs
+        [-1.0, 1.0, 0.0, 0.0]
     """
     parts = []
     for detail in decompose(signal, levels)[1]:
@@ -64,7 +83,14 @@ def components(signal: Float[np.ndarray, "T ..."], levels: int) -> Float[np.ndar
 
 
 def contributions(layer: Recorded) -> Float[np.ndarray, "N T H"]:
-    """Contribution of each token to the last token's attention output in every query head: attention times value."""
+    """Contribution of each token to the last token's attention output in every query head: attention times value.
+
+    Example:
+        >>> from kvjax.analysis.recording import record
+        >>> from kvjax.analysis.wavelet import contributions
+        >>> contributions(record(params, [5, 9, 2] * 4)[0]).shape  # query heads, tokens, channels
+        (4, 12, 16)
+    """
     total, kv_heads, dim = layer.k.shape
     group = layer.q.shape[1] // kv_heads
     keys, values = (np.repeat(np.swapaxes(x, 0, 1), group, axis=0) for x in (layer.k, layer.v))
@@ -85,6 +111,12 @@ def magnitudes(layers: Sequence[Recorded], levels: int = 5) -> Float[np.ndarray,
 
     Raises:
         ValueError: the text's length is not a multiple of 2^levels.
+
+    Example:
+        >>> from kvjax.analysis.recording import record
+        >>> from kvjax.analysis.wavelet import magnitudes
+        >>> magnitudes(record(params, [5, 9, 2, 7] * 8), levels=3).shape  # levels, tokens
+        (3, 32)
     """
     total = np.zeros((levels, len(layers[0].k)))
     for layer in layers:
@@ -103,6 +135,12 @@ def draw_magnitudes(magnitude: Float[np.ndarray, "W T"], margin: int = 32) -> "F
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: no position is left to draw.
+
+    Example:
+        >>> from kvjax.analysis.wavelet import draw_magnitudes
+        >>> figure = draw_magnitudes(np.ones((3, 32)), margin=4)
+        >>> len(figure.axes[0].lines)  # levels
+        3
     """
     figures, colormaps = import_matplotlib()
     levels, total = magnitude.shape

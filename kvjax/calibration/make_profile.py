@@ -27,6 +27,11 @@ class Method:
         profile: type of the profile.
         tokens: maps model, files, count and length to samples and their description.
         samples: default number of samples.
+
+    Example:
+        >>> from kvjax.calibration.make_profile import METHODS
+        >>> {name: method.samples for name, method in METHODS.items() if not method.reads_text}
+        {'razorattention': 1}
     """
 
     settings: type[Any]
@@ -83,6 +88,16 @@ def make_profile(
     Raises:
         ValueError: the method is unknown, or the text is too short.
         OSError: a file cannot be read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from kvjax.calibration.make_profile import make_profile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "book.txt")
+        ...     _ = file.write_text("Call me Ishmael. " * 10)
+        ...     made = make_profile(chat, "triattention", [file], samples=2, length=32)
+        >>> made.method, len(made.queries)  # layers
+        ('triattention', 2)
     """
     made = _method(method)
     pieces, data = made.tokens(params, files, made.samples if samples is None else samples, length)
@@ -106,6 +121,13 @@ def profile(
         data: description of the samples for readers.
         settings: the method's `Settings`; its defaults if None.
         progress: called with the number of finished samples and of all samples.
+
+    Example:
+        >>> from kvjax.calibration.make_profile import profile
+        >>> samples = np.tile([5, 9, 2, 7], (2, 8))  # samples, tokens
+        >>> made = profile(params, "triattention", samples, "a repeated phrase")
+        >>> made.method, len(made.queries)  # layers
+        ('triattention', 2)
     """
     made = _method(method)
     settings = made.settings() if settings is None else settings

@@ -34,6 +34,14 @@ class Cell:
     Attributes:
         target: the requested share of the full cache's bytes; None for a policy without a budget.
         outcome: the policy's result.
+
+    Example:
+        >>> from kvjax.evals.compare import Cell
+        >>> from kvjax.evals.measure import Outcome
+        >>> facts = {"value": 0.5, "cache_bytes": 1e6, "full_cache_bytes": 4e6, "count": 4, "standard_error": 0.29}
+        >>> cell = Cell(0.25, Outcome.of("needle", kvjax.SnapKV(budget=64), "score", **facts))
+        >>> cell.share, cell.on_target
+        (0.25, True)
     """
 
     target: float | None
@@ -108,6 +116,13 @@ def compare(
     Raises:
         ValueError: a task is unknown or lacks an input, a target is out of range, or the folder has another comparison.
         PolicyError: a policy cannot work on a task at any budget.
+
+    Example:
+        >>> from kvjax.evals.compare import compare
+        >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.5,))
+        >>> cells = compare(chat, [kvjax.StreamingLLM()], [0.4], [task])
+        >>> [(cell.outcome.policy, round(cell.share, 2)) for cell in cells]
+        [('full', 1.0), ('streaming_llm', 0.4)]
     """
     if not policies or not tasks or not targets or not all(0 < target <= 1 for target in targets):
         raise ValueError(
@@ -149,7 +164,16 @@ def compare(
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """One table per task with a row per policy and a column per target; see `entry`."""
+    """One table per task with a row per policy and a column per target; see `entry`.
+
+    Example:
+        >>> from kvjax.evals.compare import Cell, markdown
+        >>> from kvjax.evals.measure import Outcome
+        >>> facts = {"value": 0.5, "cache_bytes": 1e6, "full_cache_bytes": 4e6, "count": 4, "standard_error": 0.29}
+        >>> cell = Cell(0.25, Outcome.of("needle", kvjax.SnapKV(budget=64), "score", **facts))
+        >>> print(markdown([cell]).splitlines()[-1])
+        | `snapkv` | 0.500 ± 0.290 (25 %) |
+    """
     parts = []
     for task in dict.fromkeys(cell.outcome.task for cell in cells):
         mine = [cell for cell in cells if cell.outcome.task == task]
@@ -178,14 +202,31 @@ def markdown(cells: Sequence[Cell]) -> str:
 
 
 def entry(cell: Cell) -> str:
-    """Value, standard error and share of bytes, as tables show them; a star marks bytes that are off the target."""
+    """Value, standard error and share of bytes, as tables show them; a star marks bytes that are off the target.
+
+    Example:
+        >>> from kvjax.evals.compare import Cell, entry
+        >>> from kvjax.evals.measure import Outcome
+        >>> facts = {"value": 0.5, "cache_bytes": 1e6, "full_cache_bytes": 4e6, "count": 4, "standard_error": 0.29}
+        >>> entry(Cell(0.25, Outcome.of("needle", kvjax.SnapKV(budget=64), "score", **facts)))
+        '0.500 ± 0.290 (25 %)'
+    """
     error = cell.outcome.standard_error
     deviation = "" if error is None else f" ± {error:.3f}"
     return f"{cell.outcome.value:.3f}{deviation} ({100 * cell.share:.0f} %{'' if cell.on_target else ' *'})"
 
 
 def comma_separated(cells: Sequence[Cell]) -> str:
-    """All entries as CSV."""
+    """All entries as CSV.
+
+    Example:
+        >>> from kvjax.evals.compare import Cell, comma_separated
+        >>> from kvjax.evals.measure import Outcome
+        >>> facts = {"value": 0.5, "cache_bytes": 1e6, "full_cache_bytes": 4e6, "count": 4, "standard_error": 0.29}
+        >>> cell = Cell(0.25, Outcome.of("needle", kvjax.SnapKV(budget=64), "score", **facts))
+        >>> comma_separated([cell]).splitlines()[0].split(",")[:4]
+        ['task', 'policy', 'target', 'budget']
+    """
     rows = [cell.row() for cell in cells]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()

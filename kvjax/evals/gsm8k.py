@@ -45,6 +45,16 @@ class GSM8K:
         extract: "strict" takes only a number after "####" or in a box as the answer; "flexible" takes the last number if there is none.
         seed: random seed of the choice and order of examples, which are the same for all problems.
         max_new_tokens: of a solution; None for 256 after examples, and 1024 without.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "gsm8k.jsonl")
+        ...     _ = file.write_text(json.dumps({"question": "How much is 6 * 7?", "answer": "#### 42"}))
+        ...     task = kvjax.evals.GSM8K(str(file), examples_file=None, shots=0)
+        ...     (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> example.answers, task.score("So it is 42.", example)
+        (('42',), 1.0)
     """
 
     file: str

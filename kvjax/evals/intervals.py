@@ -39,6 +39,12 @@ def means_interval(groups: Iterable[Any]) -> tuple[float, float]:
     Degrees of freedom are Welch's and Satterthwaite's: of variances v_i of means of n_i samples, (Σ v_i)² / Σ (v_i² / (n_i - 1)).
     If all samples of each group are equal, their variance says nothing. A share p of other samples, which may differ by 1 as scores do,
     would then have been missed with probability (1 - p)^n. The width is the p at which this is 1 - LEVEL, about 3 / n (the rule of three).
+
+    Example:
+        >>> from kvjax.evals.intervals import means_interval
+        >>> mean, half = means_interval([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
+        >>> round(mean, 2), round(half, 2)
+        (0.5, 0.65)
     """
     arrays = [np.asarray(list(group), float) for group in groups]
     mean = float(np.mean([np.mean(array) for array in arrays]))

@@ -32,6 +32,16 @@ class MathProblems:
         samples: number of problems, from the start of the file; None for all.
         max_new_tokens: of a solution; None for 2048 in MATH-500 and 8192 in AIME. Published results of reasoning models use 16384 or more.
         extract: "strict" takes only a boxed answer; "flexible" takes the last formula or number if nothing is boxed.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "aime.jsonl")
+        ...     _ = file.write_text(json.dumps({"problem": "How much is 6 * 7?", "answer": "42"}))
+        ...     task = kvjax.evals.MathProblems(str(file), benchmark="aime")
+        ...     (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> example.answers, task.score("So it is 42.", example)
+        (('42',), 1.0)
     """
 
     file: str

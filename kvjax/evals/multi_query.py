@@ -35,6 +35,16 @@ class MultiQuery:
         samples: number of contexts, from the start of the file; None for all.
         turns: number of questions of each; None for all.
         max_new_tokens: of an answer.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> turns = [{"input": "Who calls?", "answer": "Ishmael"}, {"input": "Whom?", "answer": "me"}]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "scbench.jsonl")
+        ...     _ = file.write_text(json.dumps({"context": "Call me Ishmael.", "multi_turns": turns}))
+        ...     examples = kvjax.evals.MultiQuery(str(file)).examples(kvjax.evals.Format(chat.tokenizer))
+        >>> [(example.session, example.answers) for example in examples]  # two questions about one context
+        [(0, ('Ishmael',)), (0, ('me',))]
     """
 
     file: str

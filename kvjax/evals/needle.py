@@ -38,6 +38,12 @@ class NeedleInAHaystack:
         text: haystack; None repeats the passkey task's noise.
         begin: whether the model is given the beginning of the answer; without it, models restate the question first.
         seed: random seed of needles and of the haystack's position in the text.
+
+    Example:
+        >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.0, 1.0))
+        >>> examples = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> len(examples), examples[0].labels, task.score(f"It is {examples[0].answers[0]}.", examples[0])
+        (2, {'length': 254, 'depth': 0.0, 'kind': 'number'}, 1.0)
     """
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)

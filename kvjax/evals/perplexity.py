@@ -38,6 +38,11 @@ class Perplexity:
     Attributes:
         logprobs: natural logarithms, one for every predicted token.
         cache_bytes: bytes of the cache on one device; 0 if no cache was used.
+
+    Example:
+        >>> result = kvjax.evals.Perplexity(np.log([0.5, 0.25]))
+        >>> round(result.perplexity, 3)
+        2.828
     """
 
     logprobs: np.ndarray
@@ -81,6 +86,11 @@ def windowed(
 
     Raises:
         ValueError: the text has fewer tokens than requested, or the stride is not between 1 and the window.
+
+    Example:
+        >>> result = kvjax.evals.windowed(params, [5, 9, 2] * 8, window=8)
+        >>> len(result.logprobs)  # three windows, each without its first token
+        21
     """
     step = window if stride is None else stride
     if not 1 <= step <= window:
@@ -126,6 +136,11 @@ def streaming(
     Raises:
         ValueError: the text has fewer than two tokens, or the checkpoint is of another run.
         PolicyError: the policy is unknown or cannot work with this budget.
+
+    Example:
+        >>> result = kvjax.evals.streaming(params, [5, 9, 2] * 8, "streaming_llm:16")
+        >>> len(result.logprobs)  # all tokens but the first
+        23
     """
     if len(tokens) < 2:
         raise ValueError(f"a text of {len(tokens)} tokens has nothing to predict; give 2 or more")

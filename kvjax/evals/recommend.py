@@ -59,6 +59,12 @@ class Contender:
         target: share of the full cache's bytes for which the budget was chosen; None for a policy without a budget.
         cache_bytes, full_cache_bytes: bytes per sequence under the policy and in the full cache, on average.
         scores: of the first examples, as many as it was measured on. Higher is better.
+
+    Example:
+        >>> from kvjax.evals.recommend import Contender
+        >>> contender = Contender(kvjax.SnapKV(budget=64), 0.25, 1e6, 4e6, scores=(1.0, 0.0, 1.0, 1.0))
+        >>> contender.score
+        0.75
     """
 
     policy: Policy
@@ -99,6 +105,14 @@ class Recommendation:
         contenders: best first. The finalists, which come first, were measured on all examples.
         full: the full cache, on all examples.
         excluded: policies that were not measured, and the reasons.
+
+    Example:
+        >>> from kvjax.evals.recommend import Contender, Recommendation
+        >>> best = Contender(kvjax.SnapKV(budget=64), 0.25, 1e6, 4e6, scores=(0.5, 0.6, 0.4, 0.5))
+        >>> full = Contender(kvjax.Full(), None, 4e6, 4e6, scores=(0.5, 0.5, 0.5, 0.5))
+        >>> print(Recommendation("needle", "score", 0.25, (best,), full, {}).verdict())
+        Use snapkv:budget=64: 0.500 ± 0.130 with 25.0 % of the full cache's bytes (n = 4).
+        No significant difference between snapkv:budget=64 and the full cache (difference +0.000 ± 0.130).
     """
 
     task: str
@@ -203,8 +217,11 @@ def recommend(
         PolicyError: a policy is unknown, or none can hold so little.
 
     Example:
-        >>> inputs = Inputs(text=pathlib.Path("book.txt"))
-        >>> print(recommend(params, inputs=inputs, ratio=0.25).verdict())
+        >>> from kvjax.evals.recommend import recommend
+        >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.5,))
+        >>> found = recommend(chat, task, ratio=0.5, policies=["streaming_llm"])
+        >>> [str(each.policy) for each in found.contenders]  # at half and at a quarter of the bytes
+        ['streaming_llm:budget=127', 'streaming_llm:budget=63']
     """
     if (ratio is None) == (memory is None):
         raise ValueError("give the limit as either ratio or memory")
@@ -265,7 +282,17 @@ def recommend(
 def shortlist(
     policies: Sequence[Policy], plan: Plan, full_bytes: float, limit: float
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Policies at budgets at which they hold the limit, and half of it, without scores; and those that cannot, with the reasons."""
+    """Policies at budgets at which they hold the limit, and half of it, without scores; and those that cannot, with the reasons.
+
+    Example:
+        >>> from kvjax.evals.plan import Batch, Plan
+        >>> from kvjax.evals.recommend import shortlist
+        >>> plan = Plan(params, (Batch(prompt=192, new_tokens=32),))
+        >>> full_bytes = plan.bytes_held(kvjax.Full())
+        >>> found, excluded = shortlist([kvjax.StreamingLLM(), kvjax.Quest()], plan, full_bytes, limit=0.5)
+        >>> [str(each.policy) for each in found], list(excluded)
+        (['streaming_llm:budget=95', 'streaming_llm:budget=31'], ['quest'])
+    """
     found: dict[Policy, Contender] = {}
     excluded: dict[str, str] = {}
     for policy in policies:

@@ -27,7 +27,13 @@ def rescore(path: str | Path, task: Task, out: str | Path | None = None) -> Eval
         ValueError: the file is not a result file, its rows are not answers, or it is of another task.
 
     Example:
-        >>> rescore("gsm8k-0.jsonl", GSM8K("test.jsonl", None, shots=0)).score
+        >>> import pathlib, tempfile
+        >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.0, 1.0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "needle.jsonl")
+        ...     result = kvjax.evals.evaluate(chat, task, "streaming_llm", budget=128, out=file)
+        ...     kvjax.evals.rescore(file, task).score == result.score
+        True
     """
     path = Path(path)
     begun, lines = read(path)

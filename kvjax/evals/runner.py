@@ -56,6 +56,11 @@ class Evaluation:
     Attributes:
         header: versions, device, model and all settings of the run.
         rows: one per example, each with the fields of `Row`.
+
+    Example:
+        >>> rows = [{"score": 1.0, "labels": {"depth": 0.0}}, {"score": 0.0, "labels": {"depth": 1.0}}]
+        >>> kvjax.evals.Evaluation(header={}, rows=rows).score
+        0.5
     """
 
     header: dict[str, Any]
@@ -130,6 +135,12 @@ def evaluate(
         ValueError: the model has no tokenizer; `out` has results of another run, or rows that are not of this task; or the task has
             sessions and `query_aware` is set.
         PolicyError: the policy is unknown or cannot work with this budget.
+
+    Example:
+        >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.0, 1.0))
+        >>> result = kvjax.evals.evaluate(chat, task, "streaming_llm", budget=128)
+        >>> len(result.rows), 0 <= result.score <= 1
+        (2, True)
     """
     policy = get_policy(policy, budget=budget)
     prepared = prepare(

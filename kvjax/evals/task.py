@@ -29,6 +29,11 @@ class Example:
         session: examples with the same number share one context, which is prefilled and compressed once; they are asked in order.
             None for an example that is asked alone.
         history: what the question follows in its session.
+
+    Example:
+        >>> example = kvjax.evals.Example("The key is 417. ", "Which key?", answers=("417",), max_new_tokens=8)
+        >>> example.context, example.answers
+        ('The key is 417. ', ('417',))
     """
 
     context: str
@@ -51,6 +56,12 @@ class Format:
     Attributes:
         tokenizer: the model's own.
         chat: whether examples that allow it are put in the model's chat template, as one user message.
+
+    Example:
+        >>> example = kvjax.evals.Example("The key is 417.", " Which?", answers=("417",), max_new_tokens=8)
+        >>> context, question = kvjax.evals.Format(chat.tokenizer).encode(example)
+        >>> len(context), len(question)  # tokens
+        (15, 7)
     """
 
     tokenizer: Tokenizer
@@ -117,7 +128,13 @@ def _without_chat() -> Iterator[None]:
 
 
 class Task(Protocol):
-    """Examples and their scores. A task is a frozen dataclass whose fields are its settings, which result files record."""
+    """Examples and their scores. A task is a frozen dataclass whose fields are its settings, which result files record.
+
+    Example:
+        >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.0, 1.0))
+        >>> [example.labels for example in task.examples(kvjax.evals.Format(chat.tokenizer))]
+        [{'length': 254, 'depth': 0.0, 'kind': 'number'}, {'length': 254, 'depth': 1.0, 'kind': 'number'}]
+    """
 
     @property
     def name(self) -> str:

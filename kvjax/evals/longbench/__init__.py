@@ -39,6 +39,18 @@ class LongBench:
         max_length: maximum number of tokens of a prompt; the middle of a longer prompt is removed. LongBench uses 500 to 1500 less than
             a model's window: 3500 for 4k, 31500 for 32k.
         samples: number of rows, from the start of the file; None for all.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> row = {"context": "Call me Ishmael.", "input": "Who calls?", "answers": ["Ishmael"], "all_classes": None}
+        >>> row |= {"length": 3, "dataset": "qasper", "language": "en", "_id": "1"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "qasper.jsonl")
+        ...     _ = file.write_text(json.dumps(row))
+        ...     task = kvjax.evals.LongBench("qasper", str(file))
+        ...     (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> task.score("Ishmael", example)
+        1.0
     """
 
     task: str

@@ -20,6 +20,10 @@ class RulerTask:
             documents) as fit.
         samples: number of examples, drawn independently (500 in the paper).
         seed: random seed; draws also depend on the length and the example's index.
+
+    Example:
+        >>> isinstance(kvjax.evals.ruler.VariableTracking(length=4096), kvjax.evals.ruler.RulerTask)
+        True
     """
 
     kind: ClassVar[str]

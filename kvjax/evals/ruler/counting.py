@@ -24,6 +24,12 @@ class CommonWords(RulerTask):
         common: number of words to find.
         common_times, uncommon_times: how often those and the others come; None takes the published 30 and 3, and 6 and 1 below
             4096 tokens.
+
+    Example:
+        >>> task = kvjax.evals.ruler.CommonWords(length=8192, samples=1)
+        >>> (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> len(example.answers)
+        10
     """
 
     kind: ClassVar[str] = "cwe"
@@ -75,6 +81,12 @@ class FrequentWords(RulerTask):
     Attributes:
         alpha: the exponent, above 1.
         letters: letters of a coded word.
+
+    Example:
+        >>> task = kvjax.evals.ruler.FrequentWords(length=4096, samples=1)
+        >>> (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> len(example.answers)
+        3
     """
 
     kind: ClassVar[str] = "fwe"

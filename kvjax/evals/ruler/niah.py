@@ -75,6 +75,12 @@ class Niah(RulerTask):
         task: its name, a key of `SETTINGS`.
         text: haystack of the tasks that hide needles in a text (Paul Graham's essays in the paper). It is repeated if it is too
             short.
+
+    Example:
+        >>> task = kvjax.evals.ruler.Niah(length=2048, samples=2, task="niah_single_1")
+        >>> example = task.examples(kvjax.evals.Format(chat.tokenizer))[0]
+        >>> task.score(f"It is {example.answers[0]}.", example)
+        1.0
     """
 
     task: str = "niah_single_1"

@@ -33,6 +33,18 @@ class QuestionAnswering(RulerTask):
 
     Attributes:
         file: `dev-v2.0.json` of SQuAD 2 or `hotpot_dev_distractor_v1.json` of HotpotQA, or files in the same format.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> asked = {"question": "Who calls?", "answers": [{"text": "Ishmael"}], "id": "1"}
+        >>> articles = [{"title": "Moby-Dick", "paragraphs": [{"context": "Call me Ishmael. " * 9, "qas": [asked]}]}]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "dev-v2.0.json")
+        ...     _ = file.write_text(json.dumps({"data": articles}))
+        ...     task = kvjax.evals.ruler.QuestionAnswering(length=2048, samples=1, file=str(file))
+        ...     (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> example.answers
+        ('Ishmael',)
     """
 
     kind: ClassVar[str] = "qa"

@@ -29,6 +29,12 @@ class VariableTracking(RulerTask):
     Attributes:
         chains: number of chains.
         hops: assignments of a chain after its first.
+
+    Example:
+        >>> task = kvjax.evals.ruler.VariableTracking(length=4096, samples=1, hops=2)
+        >>> (example,) = task.examples(kvjax.evals.Format(chat.tokenizer))
+        >>> len(example.answers)  # variables of a chain
+        3
     """
 
     kind: ClassVar[str] = "vt"
