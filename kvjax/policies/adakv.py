@@ -34,6 +34,13 @@ class AdaKV(SnapKV):
         budget: slots for the prompt in the average head, window included: tokens, or a fraction of prompt + new tokens.
         window, pool, kernel: see `SnapKV`.
         alpha: α, the safeguard: guaranteed share of a head's equal part of the budget.
+
+    Example:
+        >>> policy = kvjax.AdaKV(budget=64, window=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('adakv:budget=64,window=16', 0.41)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -56,6 +56,13 @@ class AttentionMatching(PromptScorer):
         queries: maximum number of reference queries per KV head.
         steps: steps of projected gradient descent.
         bound: maximum absolute logarithm of a weight.
+
+    Example:
+        >>> policy = kvjax.AttentionMatching(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('attention_matching:budget=64', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -60,6 +60,14 @@ class Policy:
 
     Class attributes:
         about: description of the method.
+
+    Example:
+        >>> policy = kvjax.SnapKV(budget=0.25, window=16)
+        >>> str(policy), str(policy.with_budget(64))
+        ('snapkv:budget=0.25,window=16', 'snapkv:budget=64,window=16')
+        >>> full, small = (each.nbytes(params.config, 1, 192, 32, "float32") for each in (kvjax.Full(), policy))
+        >>> full, small
+        (121880, 52248)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo("")

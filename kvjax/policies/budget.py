@@ -33,7 +33,12 @@ def budget_tokens(budget: int | float, tokens: int, least: int = 0) -> int:
 
 
 def budget_rows(budget: int | float, tokens: Int[Array, "*B"], least: int = 0) -> Int[Array, "*B"]:
-    """`budget_tokens` for every row."""
+    """`budget_tokens` for every row.
+
+    Example:
+        >>> kvjax.policies.budget_rows(0.25, jnp.asarray([1000, 400])).tolist()
+        [250, 100]
+    """
     if isinstance(budget, int):
         return jnp.full_like(tokens, budget)
     found = _shares(budget, tokens)

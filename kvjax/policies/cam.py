@@ -36,6 +36,13 @@ class CaM(StreamingLLM):
         sinks: first tokens, never evicted.
         merge: m, number of tokens that share an evicted value.
         seed: of the random draws, which depend on layer, head and position besides.
+
+    Example:
+        >>> policy = kvjax.CaM(budget=64, sinks=2)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('cam:budget=64,sinks=2', 0.45)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -212,6 +212,13 @@ class CateKV(Policy):
         profile: a `HeadProfile`, the path of one, or labels "consistent" and "adaptive" as [layer][head]. None uses the
             profile that comes with kvjax for the model.
         adaptive: another policy for adaptive heads, such as a sparse one. `eta` is then not used.
+
+    Example:
+        >>> labels = (("adaptive", "consistent"),) * 2  # of two layers with two KV heads
+        >>> policy = kvjax.CateKV(budget=64, profile=labels)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> round(policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes), 2)  # share of the full cache's bytes
+        0.71
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

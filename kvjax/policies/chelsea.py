@@ -112,6 +112,13 @@ class Chelsea(Policy):
         outliers: whether outlier heads keep everything.
         offload_outliers: whether outlier heads keep their tokens in host memory (see `offloaded`).
         profile: a profile of outlier heads, or its path. None uses the one that comes with kvjax, if there is one.
+
+    Example:
+        >>> policy = kvjax.Chelsea(budget=0.25, every=8)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('chelsea:budget=0.25,every=8', 0.29)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

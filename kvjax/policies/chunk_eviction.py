@@ -59,6 +59,13 @@ class ChunkKV(PromptScorer):
             by less than a chunk. The window is kept because its scores are one above the highest score before it. A
             fraction is then of the prompt alone: 1 minus kvpress' compression ratio. A prompt shorter than a chunk is
             kept token by token, each head for itself. A prompt within the window, which kvpress refuses, is kept whole.
+
+    Example:
+        >>> policy = kvjax.ChunkKV(budget=64, chunk=8, window=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('chunkkv:budget=64,chunk=8,window=16', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

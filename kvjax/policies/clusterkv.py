@@ -84,6 +84,13 @@ class ClusterKV(Policy):
         gqa: "query_head" selects for each query head, "mean" for each KV head by the mean of its queries.
         distance: distance of k-means. Section V-B compares "cosine", "l2" and "ip" (inner product).
         seed: of the keys that k-means starts from, drawn without replacement in each head.
+
+    Example:
+        >>> policy = kvjax.ClusterKV(budget=64, dense_layers=0)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.bytes_read(*sizes) / kvjax.Full().bytes_read(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes that a step reads
+        ('clusterkv:budget=64,dense_layers=0', 0.82)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

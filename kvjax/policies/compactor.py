@@ -58,6 +58,13 @@ class Compactor(PromptScorer):
         scaled: whether logits are scaled by 1/√d.
         per_head: whether each head has its own standard deviations.
         seed: of the sketch.
+
+    Example:
+        >>> policy = kvjax.Compactor(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('compactor:budget=64', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

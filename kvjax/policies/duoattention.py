@@ -66,6 +66,13 @@ class DuoAttention(Policy):
             RazorAttention profile.
         retrieval: another policy for retrieval heads, such as `Quest()`. A policy with several kinds of heads, such as
             `CateKV()`, divides the retrieval heads among them.
+
+    Example:
+        >>> labels = (("retrieval", "streaming"),) * 2  # of two layers with two KV heads
+        >>> policy = kvjax.DuoAttention(budget=64, sinks=4, profile=labels)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> round(policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes), 2)  # share of the full cache's bytes
+        0.71
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -35,6 +35,13 @@ class ExpectedAttention(PromptScorer):
         sinks: first tokens, which are kept, and whose queries and keys are excluded from the statistics.
         future: number of future positions over which the rotation is averaged.
         epsilon: ε, added to the expected attention, so that large values count even where it is small.
+
+    Example:
+        >>> policy = kvjax.ExpectedAttention(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('expected_attention:budget=64', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -51,6 +51,11 @@ class FastKVzip(SurrogateScorer):
         window: last tokens that are kept of prompts of `long` tokens or more, as far as the budget allows.
         short_window: share of the last tokens that is kept of shorter prompts.
         long: minimum tokens of a long prompt. 32000 in kvpress.
+
+    Example:
+        >>> policy = kvjax.FastKVzip(budget=64, weights="q4_dim16_sink16.pt", window=16)  # a published file
+        >>> str(policy)
+        'fast_kvzip:budget=64,weights=q4_dim16_sink16.pt,window=16'
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

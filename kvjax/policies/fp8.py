@@ -21,6 +21,13 @@ class FP8(QuantizedFull):
 
     Attributes:
         exact_layers: number of first layers, and of last layers, that are not quantised.
+
+    Example:
+        >>> policy = kvjax.FP8()
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('fp8', 0.61)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

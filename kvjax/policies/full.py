@@ -14,7 +14,15 @@ from .registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
-    """Keep every token."""
+    """Keep every token.
+
+    Example:
+        >>> policy = kvjax.Full()
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('full', 1.0)
+    """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="full",

@@ -29,6 +29,13 @@ class H2O(ScoreEviction):
         observers: which of the prompt's queries count: "all", or the "last" `window` only, which is cheaper on long
             prompts.
         window: number of queries that count with `observers="last"`.
+
+    Example:
+        >>> policy = kvjax.H2O(budget=64, recent=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('h2o:budget=64,recent=16', 0.45)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

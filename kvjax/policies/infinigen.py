@@ -89,6 +89,13 @@ class InfiniGen(Policy):
         dense_layers: first layers, which read everything.
         profile: the directions: a `SkewProfile`, the path of one, or "prompt" for directions of the prompt's own
             queries. None uses the profile that comes with kvjax for the model, or "prompt" if there is none.
+
+    Example:
+        >>> policy = kvjax.InfiniGen(budget=0.25, dense_layers=0)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.bytes_read(*sizes) / kvjax.Full().bytes_read(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes that a step reads
+        ('infinigen:budget=0.25,dense_layers=0', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

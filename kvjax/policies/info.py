@@ -44,6 +44,11 @@ class PolicyInfo:
             generation then have that share (`GenerationStats.kept_shares`).
         trained: whether it needs weights that were trained for a model. They do not come with kvjax.
         transform: name of the transform around the whole policy, such as "offloaded".
+
+    Example:
+        >>> info = kvjax.SnapKV().info
+        >>> info.stage, info.memory, info.budget_excludes_new_tokens
+        ('prompt', 'freed', True)
     """
 
     name: str

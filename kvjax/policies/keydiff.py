@@ -24,6 +24,13 @@ class KeyDiff(ScoreEviction):
 
     Attributes:
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+
+    Example:
+        >>> policy = kvjax.KeyDiff(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('keydiff:budget=64', 0.45)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

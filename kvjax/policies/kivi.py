@@ -31,6 +31,13 @@ class KIVI(QuantizedFull):
             head dim.
         residual: R, latest tokens that stay exact: a multiple of `group`, and of the 8 / bits tokens that share a byte.
             (The paper uses 32 and 128 for both.)
+
+    Example:
+        >>> policy = kvjax.KIVI(bits=2)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('kivi', 0.38)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -25,6 +25,13 @@ class KNorm(ScoreEviction):
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
         dense_layers: first layers, which keep everything. Two as in the paper, because norms predict attention poorly
             there.
+
+    Example:
+        >>> policy = kvjax.KNorm(budget=64, dense_layers=0)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('knorm:budget=64,dense_layers=0', 0.45)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -28,6 +28,13 @@ class KVgrad(KVzip):
     Attributes:
         budget, scope, overlap, sinks, prefix, queries, slack: see `KVzip`.
         chunk: tokens that are repeated at a time.
+
+    Example:
+        >>> policy = kvjax.KVgrad(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('kvgrad:budget=64', 0.47)
     """
 
     about: ClassVar[PolicyInfo] = dataclasses.replace(

@@ -45,6 +45,11 @@ class KVzap(SurrogateScorer):
             ratio.
         sinks: first tokens, always kept.
         window: last tokens, kept as far as the budget allows.
+
+    Example:
+        >>> policy = kvjax.KVzap(budget=64, weights="KVzap-mlp-Qwen3-8B", window=16)  # a published folder
+        >>> str(policy)
+        'kvzap:budget=64,weights=KVzap-mlp-Qwen3-8B,window=16'
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

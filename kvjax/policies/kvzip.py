@@ -76,6 +76,13 @@ class KVzip(PromptScorer):
         slack: slots of a layer with `scope="model"`, as a multiple of the average.
         plus: KVzip+ of kvpress: whether a probability is multiplied by the norm of the token's value after the output
             projection, and divided by the norm of the query's attention input.
+
+    Example:
+        >>> policy = kvjax.KVzip(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('kvzip:budget=64', 0.47)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -40,6 +40,13 @@ class LagKV(PromptScorer):
             kept whole.
         sinks: S, first tokens, always kept.
         lag: L, tokens in a segment. A prompt longer than the budget keeps its last L to 2 L - 1 tokens.
+
+    Example:
+        >>> policy = kvjax.LagKV(budget=64, lag=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('lagkv:budget=64,lag=16', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

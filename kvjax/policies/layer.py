@@ -58,6 +58,14 @@ class CacheLayer(Generic[P]):
     Attributes:
         policy: the policy that made the layer.
         spec: the layer's static shapes and model facts.
+
+    Example:
+        >>> layer = kvjax.Full().layer(spec)
+        >>> state, carry = layer.prefill(prompt, {})
+        >>> state = layer.append(state, token)
+        >>> out, state, carry = layer.attend(state, token, carry)
+        >>> out.shape, layer.view(state).count.item()  # rows, query heads, channels; tokens
+        ((1, 2, 4), 7)
     """
 
     policy: P
@@ -300,6 +308,13 @@ class WrappedLayer(CacheLayer[P]):
 
     Attributes:
         inner: the wrapped layer.
+
+    Example:
+        >>> inner = kvjax.SnapKV(budget=4, window=2).layer(spec)
+        >>> layer = kvjax.policies.WrappedLayer(kvjax.Full(), spec, inner=inner)
+        >>> state, _ = layer.prefill(prompt, {})
+        >>> layer.view(state).count.item()  # of the inner layer
+        4
     """
 
     inner: CacheLayer[Any] = dataclasses.field(kw_only=True)
@@ -440,6 +455,12 @@ def prefill_alone(layer: CacheLayer[Any], prompt: PromptKV, carry: Carry) -> tup
 
     Without a model, a prompt cannot be read again. Replays therefore observe the queries, keys and values of the first
     pass. A recurrent layer has the state before the first token.
+
+    Example:
+        >>> layer = kvjax.StreamingLLM(budget=4, sinks=1).layer(spec)
+        >>> state, _ = kvjax.policies.prefill_alone(layer, prompt, {})
+        >>> sorted(layer.view(state).pos[0, 0].tolist())[-4:]  # the sink and the latest tokens
+        [0, 3, 4, 5]
     """
     if layer.spec.recurrent is not None:
         return layer.init(prompt.total), carry

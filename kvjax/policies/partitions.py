@@ -35,6 +35,7 @@ def partition_specs(policy: Policy, spec: LayerSpec) -> Any:
             sharded.
 
     Example:
+        >>> from jax.sharding import PartitionSpec
         >>> spec = kvjax.cache.LayerSpec(num_heads=8, num_kv_heads=4, head_dim=16, prompt_len=32, new_tokens=16, batch=2)
         >>> kvjax.policies.partition_specs(kvjax.TreeKV(budget=16), spec).cache.k == PartitionSpec("data", None, None, None)
         True

@@ -114,6 +114,12 @@ class HeadProfile(Profile):
     Attributes:
         scores: [L][K], scores that decided the labels. Their meaning depends on the method.
         labels: [L][K], kind of each head.
+
+    Example:
+        >>> facts = {"method": "chelsea", "model": "tiny", "data": "none", "settings": ()}
+        >>> profile = kvjax.policies.HeadProfile(**facts, scores=((0.1, 0.9),), labels=(("other", "outlier"),))
+        >>> profile.heads("outlier")  # layer, KV head
+        [(0, 1)]
     """
 
     noun: ClassVar[str] = "head profile"

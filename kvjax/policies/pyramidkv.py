@@ -35,6 +35,13 @@ class PyramidKV(SnapKV):
             tokens.
         window, pool, kernel: see `SnapKV`.
         beta: β, the last layer keeps 1 / β of the average besides the window.
+
+    Example:
+        >>> policy = kvjax.PyramidKV(budget=64, window=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('pyramidkv:budget=64,window=16', 0.5)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -62,6 +62,13 @@ class Quest(Policy):
         recent: latest tokens that every query reads, with the rest of their pages, within the budget.
         gqa: "query_head" selects for each query head. "sum" and "max" select for each KV head, by the sum or maximum of
             its queries' bounds.
+
+    Example:
+        >>> policy = kvjax.Quest(budget=64, page=8, dense_layers=0)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.bytes_read(*sizes) / kvjax.Full().bytes_read(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes that a step reads
+        ('quest:budget=64,page=8,dense_layers=0', 0.62)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -25,6 +25,13 @@ class Random(ScoreEviction):
     Attributes:
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
         seed: of the random numbers.
+
+    Example:
+        >>> policy = kvjax.Random(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('random:budget=64', 0.45)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

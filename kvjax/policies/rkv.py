@@ -48,6 +48,13 @@ class RKV(PromptScorer):
         weight: λ, weight of attention against redundancy, 0 to 1.
         threshold: cosine above which two keys are near-duplicates.
         spare_first: whether a key without a near-duplicate spares the first cached token, as in the published code.
+
+    Example:
+        >>> policy = kvjax.RKV(budget=64, every=32)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('rkv:budget=64,every=32', 0.46)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -61,6 +61,13 @@ class RocketKV(SnapKV):
         budget: t, tokens that a step may read: a number, or a fraction of prompt + new tokens.
         window, pool: see `SnapKV`.
         kernel: tokens pooled over, odd.
+
+    Example:
+        >>> policy = kvjax.RocketKV(budget=64, window=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.bytes_read(*sizes) / kvjax.Full().bytes_read(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes that a step reads
+        ('rocketkv:budget=64,window=16', 0.38)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

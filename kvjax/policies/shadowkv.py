@@ -69,6 +69,13 @@ class ShadowKV(Policy):
         chunk: tokens in a chunk.
         outlier_chunks: chunks of each head that stay exact.
         local_chunks: last chunks of the prompt that stay exact, with the remainder after them.
+
+    Example:
+        >>> policy = kvjax.ShadowKV(budget=64, rank=8, outlier_chunks=2)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.bytes_read(*sizes) / kvjax.Full().bytes_read(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes that a step reads
+        ('shadowkv:budget=64,rank=8,outlier_chunks=2', 0.63)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

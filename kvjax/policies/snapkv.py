@@ -32,6 +32,13 @@ class SnapKV(PromptScorer):
         window: L_obs, last tokens of the prompt, which observe and are kept.
         pool: pooling of scores over neighbours: "max", "avg", or None.
         kernel: tokens pooled over, odd.
+
+    Example:
+        >>> policy = kvjax.SnapKV(budget=64, window=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('snapkv:budget=64,window=16', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -31,6 +31,13 @@ class StreamingLLM(Policy):
     Attributes:
         budget: slots in total, sinks included: a number of tokens, or a fraction of prompt + new tokens.
         sinks: first tokens, never evicted.
+
+    Example:
+        >>> policy = kvjax.StreamingLLM(budget=64, sinks=2)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('streaming_llm:budget=64,sinks=2', 0.43)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -25,6 +25,13 @@ class TOVA(ScoreEviction):
     Attributes:
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
         keep_newest: whether the newest token is protected. In the published method it can be evicted.
+
+    Example:
+        >>> policy = kvjax.TOVA(budget=64)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('tova:budget=64', 0.45)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -71,6 +71,13 @@ class TreeKV(Policy):
         keep: "score", or "left" for the ablation of section 5.4, which ignores attention and keeps the older token.
         cycle: "text" moves the scope 1, 2, 3, … as in the paper's text and Figure 3. "printed" uses the formula printed
             in Algorithm 1, line 16, which skips every second place of an even tree.
+
+    Example:
+        >>> policy = kvjax.TreeKV(budget=64, sinks=2)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('treekv:budget=64,sinks=2', 0.5)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

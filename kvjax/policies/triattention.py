@@ -70,6 +70,14 @@ class TriAttention(PromptScorer):
         keep_prompt: whether prompts are never evicted. The budget is then for new tokens alone.
         profile: statistics of the model's queries: a `MeanQueries`, the path of one or of a `.pt` file of the authors,
             or None for the one that comes with kvjax.
+
+    Example:
+        >>> from kvjax.calibration.make_profile import profile
+        >>> means = profile(params, "triattention", np.tile([5, 9, 2, 7], (2, 8)), "a repeated phrase")
+        >>> policy = kvjax.TriAttention(budget=64, every=32, window=8, profile=means)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> round(policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes), 2)  # share of the full cache's bytes
+        0.43
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

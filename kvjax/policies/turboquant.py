@@ -40,6 +40,13 @@ class TurboQuant(QuantizedFull):
         exact_layers: number of first layers, and of last layers, that are not quantised.
         keys: "rotated", or "fp8" for 8-bit floats.
         value_bits: bits per number of values. None for `bits`.
+
+    Example:
+        >>> policy = kvjax.TurboQuant(bits=4, exact_layers=0)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('turboquant:exact_layers=0', 0.36)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -65,6 +65,13 @@ class VaSE(PromptScorer):
         kernel: tokens over which attention is averaged, odd ("attnv").
         sketch: random numbers per key and value ("dkv").
         seed: of the random numbers.
+
+    Example:
+        >>> policy = kvjax.VaSE(budget=64, every=32)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('vase:budget=64,every=32', 0.56)
     """
 
     about: ClassVar[PolicyInfo] = PolicyInfo(

@@ -39,6 +39,14 @@ class PromptScorer(Policy):
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens.
+
+    Example:
+        >>> class SmallKeys(kvjax.policies.PromptScorer):
+        ...     def scores(self, spec, prompt):
+        ...         return -jnp.linalg.norm(prompt.k, axis=-1).swapaxes(1, 2)  # [B, K, T]
+        >>> state, _ = SmallKeys(budget=3).layer(spec).prefill(prompt, {})
+        >>> state.count.tolist()
+        [[3]]
     """
 
     scores_whole_prompts: ClassVar[bool] = False
@@ -203,6 +211,12 @@ class ScoreEviction(PromptScorer):
             a prompt and `initial_score` then agree, `update_score` changes nothing, and `thresholded` is supported.
         needs_inputs: whether `prompt_scores` and `initial_score` need the attention inputs of their tokens.
         budget: slots in total: a number of tokens, or a fraction of prompt + new tokens.
+
+    Example:
+        >>> layer = kvjax.H2O(budget=4).layer(spec)  # a subclass
+        >>> state, _ = layer.prefill(prompt, {})
+        >>> isinstance(layer.policy, kvjax.policies.ScoreEviction), layer.view(state).count.tolist()
+        (True, [[4]])
     """
 
     scores_alone: ClassVar[bool] = False
@@ -371,6 +385,11 @@ def all_queries(prompt: PromptKV, spec: LayerSpec) -> Float[Array, "B K T"]:
     Args:
         prompt: the prompt. With kept tokens and a block, the queries are the block's.
         spec: the layer's static shapes and model facts.
+
+    Example:
+        >>> scores = kvjax.policies.all_queries(prompt, spec)
+        >>> scores.shape, round(scores.sum().item(), 3)  # rows, KV heads, tokens; each of six queries gives 1
+        ((1, 1, 6), 6.0)
     """
     return attention_mass(
         prompt.q_rotated,
@@ -391,6 +410,11 @@ def last_queries(prompt: PromptKV, window: int, spec: LayerSpec, **options: Any)
         window: number of queries.
         spec: the layer's static shapes and model facts.
         options: as for `kvjax.pallas_kernels.window_scores`.
+
+    Example:
+        >>> scores = kvjax.policies.last_queries(prompt, 2, spec)
+        >>> scores.shape, round(scores.sum().item(), 3)  # rows, KV heads, tokens
+        ((1, 1, 6), 1.0)
     """
     return window_scores(
         prompt.q_rotated,

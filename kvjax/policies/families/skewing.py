@@ -28,6 +28,12 @@ class SkewProfile(Profile):
     Attributes:
         matrices: [L], the matrices [K, H, H] of each layer as text (`pack`). Columns are orthogonal unit vectors,
             sorted by the size of the sample's queries along them, largest first.
+
+    Example:
+        >>> from kvjax.calibration.make_profile import profile
+        >>> skews = profile(params, "infinigen", np.tile([5, 9, 2, 7], (2, 8)), "a repeated phrase")
+        >>> isinstance(skews, kvjax.policies.SkewProfile), len(skews.matrices)  # layers
+        (True, 2)
     """
 
     noun: ClassVar[str] = "skew profile"

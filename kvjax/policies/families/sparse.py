@@ -32,6 +32,11 @@ class SparseLayer(CacheLayer[P]):
     latest tokens. The state has its store in a field `cache`. `offloaded` then moves only selected entries.
 
     A layer with another kind of store overrides `store`, `with_store` and `attend_to`.
+
+    Example:
+        >>> layer = kvjax.Quest(budget=4, page=2, dense_layers=0).layer(spec)
+        >>> isinstance(layer, kvjax.policies.SparseLayer), layer.always_kept
+        (True, (0, 0))
     """
 
     @property

@@ -54,6 +54,12 @@ class MeanQueries(Profile):
     Attributes:
         queries: [L], for each layer Re μ, Im μ and ρ of every query head and pair, [N, 3, F] in float16, as text
             (`pack`).
+
+    Example:
+        >>> from kvjax.calibration.make_profile import profile
+        >>> means = profile(params, "triattention", np.tile([5, 9, 2, 7], (2, 8)), "a repeated phrase")
+        >>> isinstance(means, kvjax.policies.MeanQueries), len(means.queries)  # layers
+        (True, 2)
     """
 
     noun: ClassVar[str] = "profile of mean queries"

@@ -29,6 +29,12 @@ class ByHead(Policy):
     Attributes:
         groups: policies.
         heads: KV heads of each group in each layer: [group][layer][...].
+
+    Example:
+        >>> policies = {"all": kvjax.Full(), "few": kvjax.StreamingLLM(budget=64)}
+        >>> policy = kvjax.by_head(policies, [["all", "few"], ["few", "few"]])  # two layers with two heads
+        >>> isinstance(policy, kvjax.policies.ByHead), policy.heads  # of each group in each layer
+        (True, (((0,), ()), ((1,), (0, 1))))
     """
 
     groups: tuple[Policy, ...]

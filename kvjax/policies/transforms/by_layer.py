@@ -18,6 +18,13 @@ class ByLayer(Policy):
 
     Attributes:
         layers: one policy per layer.
+
+    Example:
+        >>> policy = kvjax.policies.ByLayer((kvjax.Full(), kvjax.SnapKV(budget=64)))
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('by_layer(full; snapkv:budget=64)', 0.71)
     """
 
     layers: tuple[Policy, ...]

@@ -31,6 +31,13 @@ class Chunks(Wrapper):
         policy: scores the prompt, and has the budget.
         chunk: tokens in a chunk.
         spiky: tokens kept of an important chunk whose score is concentrated in few tokens. None keeps whole chunks.
+
+    Example:
+        >>> policy = kvjax.policies.Chunks(kvjax.SnapKV(budget=64), chunk=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('chunkkv(snapkv:budget=64; chunk=16)', 0.57)
     """
 
     transform: ClassVar[str] = "chunkkv"

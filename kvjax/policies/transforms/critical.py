@@ -35,6 +35,13 @@ class Critical(Wrapper):
         share: share of the budget that is selected by the policy's scores alone. It includes the ends that the policy
             always keeps.
         epsilon: added to scores before they are multiplied.
+
+    Example:
+        >>> policy = kvjax.policies.Critical(kvjax.SnapKV(budget=64))
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('critical(snapkv:budget=64)', 0.43)
     """
 
     transform: ClassVar[str] = "critical"

@@ -35,6 +35,12 @@ class Offloaded(Wrapper):
             device. With 0, all selected tokens are fetched.
         fetch: "selected" fetches only selected tokens that the device does not have. "layer" fetches a whole layer, for
             devices that read it faster than the host gathers its parts.
+
+    Example:
+        >>> policy = kvjax.policies.Offloaded(kvjax.Quest(budget=64, dense_layers=0))
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> str(policy), policy.host_nbytes(*sizes) > policy.nbytes(*sizes)  # most bytes are in host memory
+        ('offloaded(quest:budget=64,dense_layers=0)', True)
     """
 
     transform: ClassVar[str] = "offloaded"

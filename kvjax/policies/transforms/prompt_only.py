@@ -21,6 +21,13 @@ class PromptOnly(Wrapper):
 
     Attributes:
         policy: compresses the prompt. Its budget is for the prompt alone.
+
+    Example:
+        >>> policy = kvjax.policies.PromptOnly(kvjax.TreeKV(budget=64))
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('prompt_only(treekv:budget=64)', 0.43)
     """
 
     transform: ClassVar[str] = "prompt_only"

@@ -50,6 +50,13 @@ class Quantized(Wrapper):
         scheme: "kivi", "turboquant" or "fp8".
         values, signs, keys, value_bits: for "turboquant", see `TurboQuant`.
         exact_layers: for "turboquant" and "fp8", see `TurboQuant`.
+
+    Example:
+        >>> policy = kvjax.policies.Quantized(kvjax.SnapKV(budget=64), bits=4)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('quantized(snapkv:budget=64; bits=4)', 0.28)
     """
 
     transform: ClassVar[str] = "quantized"

@@ -22,6 +22,13 @@ class Recompress(Wrapper):
         policy: scores the tokens, and has the budget.
         every: tokens from round to round.
         prompt: whether to "compress" a prompt at once, or "keep" it until `every` new tokens have come.
+
+    Example:
+        >>> policy = kvjax.policies.Recompress(kvjax.SnapKV(budget=64), every=32)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('recompress(snapkv:budget=64; every=32)', 0.56)
     """
 
     transform: ClassVar[str] = "recompress"

@@ -23,6 +23,13 @@ class Then(Policy):
     Attributes:
         first: evicts tokens of the prompt.
         second: selects what a query reads of the tokens that are left.
+
+    Example:
+        >>> policy = kvjax.policies.Then(kvjax.SnapKV(budget=128), kvjax.Quest(budget=32, dense_layers=0))
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.bytes_read(*sizes) / kvjax.Full().bytes_read(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes that a step reads
+        ('then(snapkv:budget=128; quest:budget=32,dense_layers=0)', 0.29)
     """
 
     first: Policy

@@ -27,6 +27,13 @@ class Thresholded(Wrapper):
         policy: scores the tokens.
         threshold: minimum score of a token that stays.
         window: latest tokens, always kept.
+
+    Example:
+        >>> policy = kvjax.policies.Thresholded(kvjax.KNorm(budget=64), threshold=-4.0, window=16)
+        >>> sizes = params.config, 1, 192, 32  # model, sequences, prompt tokens, new tokens
+        >>> held = policy.nbytes(*sizes) / kvjax.Full().nbytes(*sizes)
+        >>> str(policy), round(held, 2)  # share of the full cache's bytes
+        ('thresholded(knorm:budget=64; threshold=-4.0; window=16)', 1.0)
     """
 
     transform: ClassVar[str] = "thresholded"
