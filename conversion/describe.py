@@ -71,8 +71,11 @@ def describe(
         ValueError: `dtype`, `weights` or `embedding` is not supported.
 
     Example:
-        >>> kvjax.conversion.describe("Qwen/Qwen3-0.6B").config.num_layers
-        28
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found = kvjax.conversion.describe(kvjax.save(params, f"{folder}/model"))
+        >>> found.config.num_layers, found.own_dtype, found.parameters
+        (2, 'float32', 52464)
     """
     check_kinds(weights, embedding)
     wanted = None if dtype is None else float_name(dtype)

@@ -81,7 +81,12 @@ def load(
             a model that is not on the hub, or the model cannot be sharded over `mesh`.
 
     Example:
-        >>> params = kvjax.load("Qwen/Qwen3-0.6B", dtype="bfloat16")
+        >>> params = kvjax.load("Qwen/Qwen3-0.6B", dtype="bfloat16")  # doctest: +SKIP
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     copy = kvjax.load(kvjax.save(params, f"{folder}/model"), dtype="bfloat16")
+        >>> copy.embed.dtype
+        dtype(bfloat16)
     """
     check_kinds(weights, embedding)
     if mesh is not None and device is not None:

@@ -34,6 +34,16 @@ def from_state_dict(
 
     Raises:
         CheckpointError: tensors are missing, unexpected or wrongly shaped.
+
+    Example:
+        >>> import tempfile
+        >>> import safetensors.numpy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = kvjax.save(params, f"{folder}/model", format="safetensors")
+        ...     tensors = safetensors.numpy.load_file(path / "model.safetensors")
+        >>> copy = kvjax.conversion.from_state_dict(params.config, tensors)
+        >>> bool((copy.embed == params.embed).all())
+        True
     """
     source = Path("state dict")
     held = ungrouped(config, stacked(config, prefixed({name: _held(array) for name, array in tensors.items()})))

@@ -51,6 +51,10 @@ class Tokenizer:
     Attributes:
         eos, bos, chat_template, special, now, chat_arguments: as passed.
         vocab_size: number of ids in the vocabulary, including special tokens.
+
+    Example:
+        >>> chat.tokenizer.encode("Hi"), chat.tokenizer.decode(chat.tokenizer.encode("Hi"))
+        ([41, 74], 'Hi')
     """
 
     def __init__(
@@ -150,8 +154,10 @@ class Tokenizer:
             now: the time; None uses the clock.
 
         Example:
-            >>> tokenizer = params.tokenizer.at(datetime.datetime(2024, 7, 26))
-            >>> params = params.replace(tokenizer=tokenizer)
+            >>> import datetime
+            >>> tokenizer = chat.tokenizer.at(datetime.datetime(2024, 7, 26))
+            >>> tokenizer.now.year
+            2024
         """
         if not isinstance(now, datetime.datetime | None):
             raise ValueError(f"now={shortened(now)}; give a datetime.datetime, or None for the time of the clock")
@@ -169,7 +175,9 @@ class Tokenizer:
             ValueError: an argument has the wrong type. A template that does not read one raises when it is rendered.
 
         Example:
-            >>> ids = params.tokenizer.for_chat({"enable_thinking": False}).chat(messages)
+            >>> tokenizer = chat.tokenizer.for_chat({"enable_thinking": False})
+            >>> tokenizer.chat_arguments
+            {'enable_thinking': False}
         """
         return self._with(chat_arguments=arguments)
 

@@ -44,6 +44,12 @@ def from_tree(tree: Any, layout: str, config: Any, *, dtype: Any = None, tokeniz
     Raises:
         CheckpointError: the model is not supported in this layout, or an array is missing, unexpected or of another
             shape. The message names the array, its shape and the expected shape.
+
+    Example:
+        >>> tree = kvjax.conversion.to_tree(params, "tunix")
+        >>> copy = kvjax.conversion.from_tree(tree, "tunix", params.config)
+        >>> copy.config == params.config, bool((copy.embed == params.embed).all())
+        (True, True)
     """
     config = tree_config(config, layout)
     found = {name: leaf for name, leaf in _without_wrappers(named(tree)).items() if not name.startswith(_VISION)}
@@ -70,6 +76,11 @@ def to_tree(params: Params, layout: str, *, stacked: bool = True) -> dict[Any, A
 
     Raises:
         CheckpointError: the layout has no place for a part of the model, or a matrix is quantised.
+
+    Example:
+        >>> tree = kvjax.conversion.to_tree(params, "maxtext")
+        >>> tree["token_embedder"]["embedding"].shape  # vocabulary, width
+        (64, 48)
     """
     table = tree_layout(params.config, layout, stacked)
     parts: dict[str, Any] = {}

@@ -79,7 +79,12 @@ def convert(
         ValueError: `format`, `dtype`, `weights` or `embedding` is not supported.
 
     Example:
-        >>> kvjax.conversion.convert("model.gguf", "model", weights="as stored")
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     source = kvjax.save(params, f"{folder}/model", format="safetensors")
+        ...     path = kvjax.conversion.convert(source, f"{folder}/small", weights="int8")
+        ...     kvjax.pallas_kernels.is_quantized(kvjax.load(path).layers[0].attn.q)
+        True
     """
     check_kinds(weights, embedding)
     destination = expanded(destination)

@@ -145,6 +145,10 @@ class Params:
     Matrices may be quantised to 8 or 4 bits, and remain so in memory (`kvjax.pallas_kernels.QuantizedMatrix`). `head`
     is None if it is tied to the embedding. `config` and `tokenizer` are static: they are part of the tree structure.
     `tokenizer` is None for a model without text, and tokenizers compare by content.
+
+    Example:
+        >>> params.embed.shape, len(params.layers), params.config.family  # vocabulary and width
+        ((64, 48), 2, 'llama')
     """
 
     embed: Matrix
@@ -164,7 +168,9 @@ class Params:
         """Make parameters from the tree of tunix, gemma or MaxText. See `kvjax.conversion.from_tree`.
 
         Example:
-            >>> params = kvjax.Params.from_tree(nnx.state(model, nnx.Param), "tunix", model.config)
+            >>> tree = params.to_tree("tunix")  # or `nnx.state(model, nnx.Param)`
+            >>> kvjax.Params.from_tree(tree, "tunix", params.config).config == params.config
+            True
         """
         return _registered(TREES.read)(tree, layout, config, dtype=dtype, tokenizer=tokenizer)
 
@@ -173,6 +179,8 @@ class Params:
 
         Example:
             >>> tree = params.to_tree("maxtext")
+            >>> sorted(tree)
+            ['decoder', 'token_embedder']
         """
         return _registered(TREES.write)(self, layout, stacked=stacked)
 
@@ -239,6 +247,11 @@ def abstract(
         tokenizer: tokenizer to attach.
         weights: kind of the layers' matrices: "float", "int8", "int4", or "mxfp4" for experts beside floats.
         embedding: kind of embedding and head.
+
+    Example:
+        >>> shapes = kvjax.models.abstract(params.config, "bfloat16")
+        >>> shapes.embed.shape, shapes.embed.dtype, sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        ((64, 48), dtype(bfloat16), 52464)
     """
     c = config
     if weights == "mxfp4" and not any(isinstance(kind.mlp, MoEConfig) for kind in c.kinds):
@@ -418,7 +431,9 @@ def init(
         dtype, tokenizer, weights, embedding: as for `abstract`.
 
     Example:
-        >>> params = kvjax.models.init(config, jax.random.key(0), "bfloat16")
+        >>> copy = kvjax.models.init(params.config, jax.random.key(0), "bfloat16")
+        >>> copy.embed.shape, copy.embed.dtype
+        ((64, 48), dtype(bfloat16))
     """
     shapes = abstract(config, dtype, tokenizer, weights, embedding)
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_quantized)

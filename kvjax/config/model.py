@@ -48,6 +48,12 @@ class AttentionConfig:
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
+
+    Example:
+        >>> from kvjax.config import AttentionConfig, RopeConfig
+        >>> attention = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64, rope=RopeConfig(1e4, dim=64))
+        >>> attention.num_heads // attention.num_kv_heads  # query heads of a group
+        4
     """
 
     num_heads: int
@@ -115,6 +121,10 @@ class DeltaNetConfig:
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
+
+    Example:
+        >>> kvjax.config.DeltaNetConfig(key_heads=16, value_heads=32, key_dim=128, value_dim=128).conv
+        4
     """
 
     key_heads: int
@@ -157,6 +167,10 @@ class MLPConfig:
         width: F, hidden units.
         bias: whether its three projections have a bias.
         activation: activation of the gate.
+
+    Example:
+        >>> kvjax.config.MLPConfig(width=96).activation
+        'silu'
     """
 
     width: int
@@ -192,6 +206,11 @@ class MoEConfig:
             from. The chosen groups have the highest sum of two experts. A softmax router has one group.
         output_scale: factor on the weights of a token's experts, after `normalized`.
         bias: whether the router and each expert's projections have a bias.
+
+    Example:
+        >>> experts = kvjax.config.MoEConfig(experts=64, per_token=4, width=768)
+        >>> experts.per_token / experts.experts  # share of the experts that a token passes through
+        0.0625
     """
 
     experts: int
@@ -245,6 +264,11 @@ class LayerConfig:
         mixer: attention, or a gated delta net.
         mlp: the MLP, or the mixture of experts.
         norms: where the layer has RMS norms.
+
+    Example:
+        >>> layer = params.config.layers[0]
+        >>> layer.mixer.head_dim, layer.mlp.width, layer.norms
+        (16, 96, 'pre')
     """
 
     mixer: AttentionConfig | DeltaNetConfig
@@ -302,6 +326,15 @@ class ModelConfig:
 
     Raises:
         ValueError: a value is out of range, or values contradict each other.
+
+    Example:
+        >>> from kvjax.config import RopeConfig
+        >>> config = kvjax.models.ModelConfig.uniform(
+        ...     "llama", vocab_size=64, hidden_size=48, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
+        ...     head_dim=16, max_position=256, rope=RopeConfig(theta=10000.0, dim=16),
+        ... )
+        >>> config.num_layers, config.layers[1].mixer.num_kv_heads
+        (2, 2)
     """
 
     family: str
@@ -426,7 +459,8 @@ class ModelConfig:
             changes: new values of fields of `AttentionConfig`.
 
         Example:
-            >>> config.with_attention(rope=RopeConfig(theta=1e6, dim=128))
+            >>> params.config.with_attention(window=32).windows
+            (32, 32)
         """
 
         def changed(layer: LayerConfig) -> LayerConfig:

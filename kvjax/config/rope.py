@@ -25,6 +25,12 @@ class Rope:
         inv_freq: angle per position of each channel pair, in radians.
         amplitude: factor on cosine and sine (attention factor of YaRN and LongRoPE).
         interleaved: whether pairs are channels (2i, 2i + 1) as in GLM, instead of (i, i + half) as in Llama.
+
+    Example:
+        >>> rope = kvjax.config.RopeConfig(theta=10000.0, dim=4).resolve(64)
+        >>> x = jnp.ones((3, 4))  # tokens, channels
+        >>> bool((rope.rotate(x, jnp.arange(3))[0] == x[0]).all())  # position 0 is not rotated
+        True
     """
 
     inv_freq: tuple[float, ...]
@@ -95,7 +101,14 @@ class RopeScaling(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Position interpolation (Chen et al. 2023): divides every position by `factor`."""
+    """Position interpolation (Chen et al. 2023): divides every position by `factor`.
+
+    Example:
+        >>> from kvjax.config import Linear, RopeConfig
+        >>> plain, scaled = (RopeConfig(1e4, dim=4, scaling=each).resolve(64) for each in (None, Linear(factor=2.0)))
+        >>> plain.inv_freq[0] / scaled.inv_freq[0]
+        2.0
+    """
 
     factor: float
 
@@ -112,7 +125,15 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: divides long wavelengths by `factor`, keeps short ones, and interpolates in between."""
+    """Llama 3.1: divides long wavelengths by `factor`, keeps short ones, and interpolates in between.
+
+    Example:
+        >>> from kvjax.config import Llama3, RopeConfig
+        >>> scaling = Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+        >>> plain, scaled = (RopeConfig(5e5, dim=128, scaling=each).resolve(64) for each in (None, scaling))
+        >>> plain.inv_freq[0] == scaled.inv_freq[0], round(plain.inv_freq[-1] / scaled.inv_freq[-1], 3)
+        (True, 8.0)
+    """
 
     factor: float
     low_freq_factor: float
@@ -141,7 +162,13 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN (Peng et al. 2023): NTK-by-parts interpolation with an attention factor."""
+    """YaRN (Peng et al. 2023): NTK-by-parts interpolation with an attention factor.
+
+    Example:
+        >>> yarn = kvjax.config.Yarn(factor=4.0, original_max_position=4096)
+        >>> round(kvjax.config.RopeConfig(theta=10000.0, dim=16, scaling=yarn).resolve(8192).amplitude, 3)
+        1.139
+    """
 
     factor: float
     original_max_position: int
@@ -179,7 +206,15 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024), as in Phi-3: one factor per channel, with another set beyond the original window."""
+    """LongRoPE (Ding et al. 2024), as in Phi-3: one factor per channel, with another set beyond the original window.
+
+    Example:
+        >>> from kvjax.config import LongRope, RopeConfig
+        >>> scaling = LongRope((1.0, 1.0), (1.0, 8.0), original_max_position=4096, factor=32.0)
+        >>> config = RopeConfig(1e4, dim=4, scaling=scaling)
+        >>> round(config.resolve(4096).inv_freq[1] / config.resolve(8192).inv_freq[1], 3)  # the other set of factors
+        8.0
+    """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -215,6 +250,13 @@ class RopeConfig:
         dim: number of rotated channels of a head: all, or the first ones.
         interleaved: see `Rope`.
         scaling: context extension, if any.
+
+    Example:
+        >>> from kvjax.config import RopeConfig, Yarn
+        >>> config = RopeConfig(theta=10000.0, dim=16, scaling=Yarn(factor=4.0, original_max_position=4096))
+        >>> rope = config.resolve(8192)
+        >>> len(rope.inv_freq), round(rope.amplitude, 3)
+        (8, 1.139)
     """
 
     theta: float

@@ -188,7 +188,8 @@ def plan(
 
     Example:
         >>> best, *others = kvjax.plan("llama-3.1-8b", device="h100", policy="treekv", budget=4096)
-        >>> best.fits, best.ms
+        >>> best.fits, round(best.ms, 2)  # milliseconds per step
+        (True, 1.79)
     """
     given = _Question(model, device, count, mesh, context, new_tokens, batch, embedding, dtype, prefill_block, memory)
     kinds: Sequence[Kind] = WEIGHTS if weights is None else (weights,) if isinstance(weights, str) else weights

@@ -123,8 +123,9 @@ def aot_compile(
         PolicyError: the policy is unknown, or does not support this budget at this length.
 
     Example:
-        >>> server = kvjax.aot_compile(params, "treekv", budget=1024, prompt_len=8192)
-        >>> server.generate(params, "Once upon a time").text
+        >>> server = kvjax.aot_compile(params, "snapkv:window=8", budget=16, prompt_len=48, max_new_tokens=8)
+        >>> server.memory.peak > 0, len(server.generate(params, [5, 9, 2] * 16).tokens)
+        (True, 8)
     """
     prompt_len, max_new_tokens = amount("prompt_len", prompt_len), amount("max_new_tokens", max_new_tokens)
     sampler, ignored = make_sampler(temperature, top_k, top_p, min_p), flag("ignore_eos", ignore_eos)

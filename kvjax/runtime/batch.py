@@ -164,6 +164,17 @@ class Batch:
 
     Raises:
         ValueError, PolicyError: as for `kvjax.Engine`.
+
+    Example:
+        >>> from kvjax.runtime.batch import Batch, Job
+        >>> from kvjax.runtime.scheduler import Scheduler
+        >>> batch = Batch(params, "snapkv:16,window=8", rows=2, prompt_len=48, max_new_tokens=8)
+        >>> scheduler = Scheduler(batch, steps=8)
+        >>> ticket = scheduler.submit(Job([5, 9, 2] * 16, 4))
+        >>> while scheduler.busy:
+        ...     _ = scheduler.turn()
+        >>> len(ticket.tokens), ticket.ended
+        (4, 'length')
     """
 
     def __init__(

@@ -50,8 +50,10 @@ def beam_search(
         PolicyError: as `kvjax.generate`.
 
     Example:
-        >>> for reply in beam_search(params, "Once upon a time", max_new_tokens=16, beams=4):
-        ...     print(sum(reply.logprobs), reply.text)
+        >>> from kvjax.runtime.beam import beam_search
+        >>> replies = beam_search(params, [5, 9, 2] * 16, max_new_tokens=4, beams=2)
+        >>> [len(reply.tokens) for reply in replies], sum(replies[0].logprobs) >= sum(replies[1].logprobs)
+        ([4, 4], True)
     """
     request, beams = check_request(params, max_new_tokens, ignore_eos=ignore_eos), amount("beams", beams)
     if beams > params.config.vocab_size:

@@ -107,9 +107,11 @@ class Engine:
             prefill, or keeps its cache in host memory, which a mesh does not support.
 
     Example:
-        >>> engine = kvjax.Engine(params, "snapkv", 1024, prompt_len=8192)
-        >>> state, logprobs = engine.prefill([prompt_ids])
-        >>> state, tokens, logprobs = engine.decode(state, 32)
+        >>> engine = kvjax.Engine(params, "snapkv:window=8", 16, prompt_len=48, max_new_tokens=8)
+        >>> state, logprobs = engine.prefill([[5, 9, 2] * 16])
+        >>> state, tokens, logprobs = engine.decode(state, 8)
+        >>> engine.cache_bytes < engine.full_cache_bytes
+        True
     """
 
     def __init__(

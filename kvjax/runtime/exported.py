@@ -126,8 +126,9 @@ def export(
         PolicyError: the policy does not support these sizes, or keeps a cache in host memory.
 
     Example:
-        >>> exported = kvjax.export(params, "treekv", 1024, prompt_len=8192)
-        >>> exported.save("programs")
+        >>> exported = kvjax.export(params, "snapkv:window=8", 16, prompt_len=48)
+        >>> exported.weights[:2], len(exported.state)
+        (('embed', 'layers.0.attn_norm'), 12)
     """
     wanted = None if platforms is None else tuple(platforms)
     if wanted is not None and (not wanted or set(wanted) - set(PLATFORMS)):

@@ -287,8 +287,10 @@ def generate(
         PolicyError: the policy is unknown, or does not support this budget. For a list, the message names the prompts.
 
     Example:
-        >>> params = kvjax.load()
-        >>> kvjax.generate(params, "Once upon a time", policy="treekv", budget=256).text
+        >>> params = kvjax.load()  # doctest: +SKIP
+        >>> result = kvjax.generate(params, [5, 9, 2] * 16, policy="snapkv:window=8", budget=16, max_new_tokens=8)
+        >>> len(result.tokens), result.stop_reason, result.stats.cache_bytes < result.stats.full_cache_bytes
+        (8, 'length', True)
     """
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop}
     check: Callable[..., Any] = check_request if is_one(prompt) else check_requests
@@ -322,8 +324,11 @@ def iterate(
         ValueError, PolicyError: as `generate`, before anything runs.
 
     Example:
-        >>> for i, result in kvjax.iterate(params, ["Once upon a time", "Call me"], max_new_tokens=[8, 64]):
-        ...     print(i, result.text)
+        >>> prompts = [[5, 9, 2] * 16, [7, 8] * 24]
+        >>> for i, result in kvjax.iterate(params, prompts, "snapkv:window=8", 16, max_new_tokens=8):
+        ...     print(i, len(result.tokens))
+        0 8
+        1 8
     """
     asked: dict[str, Any] = dict(options)
     how = {name: asked.pop(name, None) for name in ("prefill_block", "mesh", "progress", "max_total_tokens")}
@@ -384,8 +389,10 @@ def stream(
         PolicyError: as `generate`.
 
     Example:
-        >>> for piece in kvjax.stream(params, "Once upon a time"):
-        ...     print(piece, end="", flush=True)
+        >>> prompt = "Call me Ishmael. " * 3
+        >>> pieces = list(kvjax.stream(chat, prompt, "snapkv:window=8", 16, max_new_tokens=8))
+        >>> "".join(pieces) == kvjax.generate(chat, prompt, "snapkv:window=8", 16, max_new_tokens=8).text
+        True
     """
     request = check_request(params, max_new_tokens, **options)
     if params.tokenizer is None:

@@ -53,6 +53,13 @@ class KeptState:
         specs: description of each layer.
         caches: the policy's state for each layer, as NumPy arrays with one row.
         after: how many of `tokens` came after the prompt.
+
+    Example:
+        >>> prompt = [5, 9, 2] * 16
+        >>> result = kvjax.generate(params, prompt, "snapkv:16,window=8", max_new_tokens=8, return_state=True)
+        >>> state = result.state
+        >>> len(state.tokens), len(state.caches)  # the prompt and all new tokens but the last; layers
+        (55, 2)
     """
 
     tokens: list[int]

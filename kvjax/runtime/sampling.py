@@ -27,7 +27,14 @@ _MOST = jnp.iinfo(jnp.int32).max
 
 
 class Sampler(Protocol):
-    """Samples one token per row. With `seed` and `pos`, a row's sample does not depend on the rest of the batch."""
+    """Samples one token per row. With `seed` and `pos`, a row's sample does not depend on the rest of the batch.
+
+    Example:
+        >>> def second(logits, seed, pos):  # a sampler of one's own: the second most likely token
+        ...     return jnp.argsort(logits, axis=-1)[:, -2].astype(jnp.int32)
+        >>> second(jnp.asarray([[0.1, 0.7, 0.2]]), jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.int32)).tolist()
+        [2]
+    """
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
@@ -78,7 +85,14 @@ class RequestSampler:
 
 @flax.struct.dataclass
 class Greedy(RequestSampler):
-    """Choose the most likely token. Ties go to the lowest id."""
+    """Choose the most likely token. Ties go to the lowest id.
+
+    Example:
+        >>> from kvjax.runtime.sampling import Greedy
+        >>> logits, seed, pos = jnp.asarray([[0.1, 0.7, 0.2]]), jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.int32)
+        >>> Greedy()(logits, seed, pos).tolist()
+        [1]
+    """
 
     def __call__(
         self, logits: Float[Array, "B V"], seed: UInt32[Array, " B"], pos: Int[Array, " B"]
@@ -98,6 +112,13 @@ class Sampling(RequestSampler):
         top_p: keep the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
         min_p: keep tokens with at least this fraction of the highest probability (Nguyen et al. 2024).
         scaled: whether log-probabilities of sampled tokens are those of logits / temperature.
+
+    Example:
+        >>> from kvjax.runtime.sampling import Sampling
+        >>> logits, seed, pos = jnp.asarray([[0.1, 0.7, 0.2]] * 2), jnp.arange(2, dtype="uint32"), jnp.zeros(2, jnp.int32)
+        >>> sampler = Sampling(jnp.asarray([0.0, 0.8]), top_k=jnp.asarray(1))  # a greedy row, and one with a temperature
+        >>> sampler(logits, seed, pos).tolist()  # only the most likely token is left
+        [1, 1]
     """
 
     temperature: Float[Array, "..."]
@@ -140,6 +161,13 @@ class Own(RequestSampler):
 
     Attributes:
         sampler: a callable pytree.
+
+    Example:
+        >>> from kvjax.runtime.sampling import Own
+        >>> def second(logits, seed, pos):  # the second most likely token
+        ...     return jnp.argsort(logits, axis=-1)[:, -2].astype(jnp.int32)
+        >>> Own(jax.tree_util.Partial(second)).is_own
+        True
     """
 
     sampler: Any
@@ -166,6 +194,12 @@ class Masked:
     Attributes:
         sampler: samples from the allowed tokens; the logits of the others are -inf.
         allowed: bit i of number j of a row tells whether token 32 j + i is allowed. W = ceil(V / 32).
+
+    Example:
+        >>> from kvjax.runtime.sampling import Greedy, Masked
+        >>> logits, allowed = jnp.asarray([[0.1, 0.7, 0.2]]), jnp.asarray([[0b101]], jnp.uint32)  # tokens 0 and 2
+        >>> Masked(Greedy(), allowed)(logits, jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.int32)).tolist()
+        [2]
     """
 
     sampler: Sampler
@@ -192,6 +226,14 @@ class Constrained(RequestSampler):
     Attributes:
         grammars: one per prompt; None for prompts without.
         sampler: samples from the allowed tokens.
+
+    Example:
+        >>> from kvjax.runtime.sampling import Constrained
+        >>> def even(tokens):  # bits of the tokens that may follow
+        ...     return np.full(2, 0x55555555, np.uint32)
+        >>> result = kvjax.generate(params, [5, 9, 2] * 16, max_new_tokens=4, sampler=Constrained([even]))
+        >>> all(token % 2 == 0 for token in result.tokens)
+        True
     """
 
     on_host: ClassVar[bool] = True
@@ -240,6 +282,11 @@ def checked_bits(given: Any, vocabulary: int, name: str) -> np.ndarray:
 
     Raises:
         ValueError: these are no bits, or they allow no token of the vocabulary.
+
+    Example:
+        >>> from kvjax.runtime.sampling import checked_bits
+        >>> checked_bits(np.asarray([0b1010, 0], np.uint32), 64, "grammar").tolist()  # tokens 1 and 3 of 64
+        [10, 0]
     """
     found, width = np.asarray(given), -(-vocabulary // 32)
     if found.ndim != 1 or str(found.dtype) not in ("uint32", "int32") or len(found) > width:
@@ -263,6 +310,11 @@ def make_sampler(
 
     Raises:
         ValueError: a number is out of range.
+
+    Example:
+        >>> from kvjax.runtime.sampling import make_sampler
+        >>> make_sampler(), make_sampler(temperature=0.5, top_p=0.9).filters
+        (Greedy(), ('temperature', 'top_p'))
     """
     temperature = number("temperature", temperature, lambda t: t >= 0, "0 (greedy) or more")
     top_k = None if top_k is None else min(whole("top_k", top_k, 1), _MOST)

@@ -120,6 +120,12 @@ class Session:
     Raises:
         ValueError: there is not exactly one prompt, it has fewer than two tokens, or an argument is out of range.
         PolicyError: the policy is unknown, does not support this budget or chunked prefill, or a session without an end.
+
+    Example:
+        >>> session = kvjax.Session(params, [5, 9, 2] * 16, "snapkv:16,window=8", max_new_tokens=16)
+        >>> answers = session.ask([[7, 8], [9]], max_new_tokens=4)  # each from a fork of the session
+        >>> [len(answer.tokens) for answer in answers], session.remaining
+        ([4, 4], 16)
     """
 
     def __init__(
@@ -342,8 +348,10 @@ class Session:
             RuntimeError: the session is over, in use by another thread, or was used otherwise between two pieces.
 
         Example:
-            >>> for piece in session.stream("Tell me more."):
-            ...     print(piece, end="", flush=True)
+            >>> session = kvjax.Session(chat, "Call me Ishmael.", "streaming_llm:16", max_new_tokens=16)
+            >>> pieces = list(session.stream(" And then", max_new_tokens=4))  # each as soon as it is decoded
+            >>> session.remaining  # 9 given bytes and 4 sampled tokens are used
+            3
         """
         request = self._request(max_new_tokens, options)
         if self._params.tokenizer is None:
