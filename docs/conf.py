@@ -51,13 +51,18 @@ maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 autosummary_generate = True
 autosummary_imported_members = True  # of kvjax.policies.methods, the one module that has a page of its own
+# Examples of pages and docstrings run: `python -m sphinx -b doctest docs doctest`. docs/api/index.rst has the names that they share.
 doctest_global_setup = """
-from tiny_model import tiny
-params = tiny()
+import jax
+import jax.numpy as jnp
+import numpy as np
+import kvjax
+import kvjax.cache, kvjax.config, kvjax.pallas_kernels
+from tiny_model import chatting, layer, tiny
+params, chat = tiny(), chatting()
+spec, prompt, token, block = layer()
 """
-doctest_test_doctest_blocks = (
-    ""  # pages' examples run; those of docstrings, which need a model, are checked by tests/test_package.py
-)
+doctest_test_doctest_blocks = "default"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
@@ -72,6 +77,22 @@ nb_execution_timeout = 300
 nb_output_stderr = "error"
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # which has tables, as pages have
+
+
+def _compile_quickly(app):
+    """Compile the many small programs of the doctests as the tests do."""
+    if app.builder.name == "doctest":
+        import quick_programs
+
+        quick_programs.use_quick_flags()
+        quick_programs.share_contexts()
+        if folder := os.environ.get(quick_programs.FOLDER):
+            quick_programs.keep_programs(Path(folder))
+
+
+def setup(app):
+    app.connect("builder-inited", _compile_quickly)
+
 
 html_theme = "sphinx_book_theme"
 html_title = "kvjax"

@@ -3,9 +3,11 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from kvjax.cache import LayerSpec, PromptKV, Token, TokenBlock
 from kvjax.config import RopeConfig
 from kvjax.conversion import Tokenizer
 from kvjax.models import ModelConfig, Params, init
@@ -49,3 +51,17 @@ def chatting() -> Params:
     backend.add_special_tokens(["<s>", "</s>"])
     params = init(_config(len(vocabulary)), jax.random.key(0))
     return params.replace(tokenizer=Tokenizer(backend, eos=(1,), chat_template=TEMPLATE))
+
+
+@functools.cache
+def layer() -> tuple[LayerSpec, PromptKV, Token, TokenBlock]:
+    """One layer for the examples of docstrings: 2 query heads on 1 KV head of 4, without rotation.
+
+    A prompt of 6 tokens in one row, a token after it, and a block of 2 tokens after it. Numbers are random.
+    """
+    spec = LayerSpec(num_heads=2, num_kv_heads=1, head_dim=4, prompt_len=6, new_tokens=2)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, heads, 4)) for i, heads in enumerate((2, 1, 1)))
+    six, eight = jnp.asarray([6]), jnp.asarray([8])
+    prompt = PromptKV.of(spec.rope, q[:, :6], k[:, :6], v[:, :6], six, eight)
+    block = TokenBlock(q[:, 6:], k[:, 6:], v[:, 6:], six, jnp.asarray([2]), eight, spec.rope)
+    return spec, prompt, Token(q[:, 6], k[:, 6], v[:, 6], six, spec.rope), block

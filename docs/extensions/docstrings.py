@@ -1,10 +1,13 @@
-"""Docstrings are plain text with code in single backticks; here they become what Sphinx reads."""
+"""Docstrings are plain text with code in single backticks; here they become what Sphinx reads. Examples stay as they are."""
 
 import re
 from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
+
+_EXAMPLE = re.compile(r"(^ *>>> .*(?:\n.*\S.*)*)", re.MULTILINE)
+"""An example with its output, up to a blank line."""
 
 _CODE = re.compile(r"(``[^`]+``|`[^`]+`)")
 _NAME = re.compile(r"`(kvjax(?:\.\w+)+)`")
@@ -13,7 +16,8 @@ _NAME = re.compile(r"`(kvjax(?:\.\w+)+)`")
 def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Code in backticks becomes literal, or a link where it is a name of kvjax; bars and stars in prose are just that."""
     # Code may run over the end of a line: joined, converted, and parted again, since Google's sections go by lines.
-    text = "".join(map(_converted, _CODE.split("\n".join(lines))))
+    parts = _EXAMPLE.split("\n".join(lines))
+    text = "".join(part if i % 2 else "".join(map(_converted, _CODE.split(part))) for i, part in enumerate(parts))
     if what in ("attribute", "data", "property"):
         # An empty comment: napoleon takes what stands before a colon in the first line that is not empty for a type.
         text = f"..\n\n{text}"

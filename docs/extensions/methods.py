@@ -159,8 +159,9 @@ def _picture(name: str) -> str:
 
 
 def _docstring(name: str) -> tuple[str, str]:
-    prose, _, fields = (inspect.getdoc(policies()[name]) or "").partition("Attributes:\n")
-    return prose.strip(), textwrap.dedent(fields)
+    text = (inspect.getdoc(policies()[name]) or "").partition("Example:\n")[0]
+    prose, _, fields = text.partition("Attributes:\n")
+    return prose.strip(), textwrap.dedent(fields).strip()
 
 
 def _prose(name: str) -> str:
