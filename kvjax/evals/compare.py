@@ -120,9 +120,9 @@ def compare(
     Example:
         >>> from kvjax.evals.compare import compare
         >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.5,))
-        >>> cells = compare(chat, [kvjax.StreamingLLM()], [0.4], [task])
+        >>> cells = compare(chat, [kvjax.StreamingLLM()], [0.31], [task])
         >>> [(cell.outcome.policy, round(cell.share, 2)) for cell in cells]
-        [('full', 1.0), ('streaming_llm', 0.4)]
+        [('full', 1.0), ('streaming_llm', 0.3)]
     """
     if not policies or not tasks or not targets or not all(0 < target <= 1 for target in targets):
         raise ValueError(
