@@ -6,6 +6,7 @@ replacements still take effect. Between tests, `conftest.py` calls `drop_program
 memory.
 """
 
+import ctypes
 import functools
 import gc
 import importlib.metadata
@@ -125,7 +126,7 @@ def for_large_programs() -> None:
 
 
 def drop_programs() -> None:
-    """Delete all compiled programs, and the references to them."""
+    """Delete all compiled programs and the references to them, and return their memory to the system where the C library can."""
     from kvjax.runtime import decoding, rows
     from kvjax.runtime.program import Program
 
@@ -134,6 +135,9 @@ def drop_programs() -> None:
             program.forget()
     jax.clear_caches()
     gc.collect()
+    # The C library keeps freed memory. Without this, a process above `MEMORY` would stay there, and drop its programs after every file.
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
 def held_bytes() -> float:

@@ -27,10 +27,11 @@ def test_options_of_each_prompt(policy, top_k, tiny):
     """A list of options gives each prompt its own, and `rows` fewer than prompts changes nothing but rounding.
 
     The filters of samplers do not depend on the policy. Every kind of sampler is a program, so one policy has them all.
+    Numbers of new tokens that are padded to the same number share programs: 17 to 24 do, and up to 8.
     """
-    given, random = prompts(8), np.random.default_rng(1)
+    given = prompts(8)
     options = {
-        "max_new_tokens": random.integers(1, 20, 8).tolist(),
+        "max_new_tokens": [20, 17, 24, 3, 19, 22, 18, 1],
         "temperature": [0.0, 1.5] * 4,
         "top_k": top_k * (8 // len(top_k)),
         "ignore_eos": [True, False] * 4,

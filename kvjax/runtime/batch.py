@@ -329,6 +329,8 @@ class Batch:
         """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
         most = self.reader[0].prompt_len
         size = next(size for size in self.read_sizes if size >= length)
+        if size == most:
+            return most
         if size not in self._shorter:
             self._shorter[size] = _reads_shorter(self.policy, self.reader, self.weights, size)
         return size if self._shorter[size] else most

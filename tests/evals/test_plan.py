@@ -51,9 +51,19 @@ def held(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("query_aware", [False, True])
-@pytest.mark.parametrize("policy", ["full", "h2o:24", "pyramidkv:24,window=4", "snapkv:0.5,window=4"])
+@pytest.mark.parametrize(
+    ("policy", "query_aware"),
+    [
+        ("full", False),
+        ("h2o:24", False),
+        ("pyramidkv:24,window=4", False),
+        ("pyramidkv:24,window=4", True),
+        ("snapkv:0.5,window=4", False),
+        ("snapkv:0.5,window=4", True),
+    ],
+)
 def test_planned_bytes_are_those_of_the_caches(talker, held, policy, query_aware):
+    """Prompts contain the questions or not, which changes their lengths: of policies whose slots depend on them, both are tested."""
     policy = kvjax.get_policy(policy)
     ready = runner.prepare(talker, Words(), batch=2, query_aware=query_aware)
     found = ready.run(policy)
@@ -94,9 +104,11 @@ def test_planned_bytes_of_a_session(talker, tmp_path, monkeypatch, history):
 
 
 @pytest.mark.filterwarnings("ignore:.* of the full cache's bytes")
-def test_budgets_are_matched_by_what_runs(talker):
-    """Also where questions are short, and prompts of several lengths."""
-    cells = compare(talker, [kvjax.get_policy("h2o"), kvjax.get_policy("tova")], [0.5, 0.75], [Words()], batch=2)
+@pytest.mark.parametrize(("policy", "share"), [("h2o", 0.5), ("tova", 0.75)])
+def test_budgets_are_matched_by_what_runs(talker, policy, share):
+    """Also where questions are short, and prompts of several lengths. `test_compare.py` has several policies and shares."""
+    cells = compare(talker, [kvjax.get_policy(policy)], [share], [Words()], batch=2)
+    assert [cell.target for cell in cells] == [None, share]
     for cell in cells:
         ready = prepare(talker, Words(), batch=2)
         policy = kvjax.get_policy(cell.outcome.policy, **cell.outcome.settings)

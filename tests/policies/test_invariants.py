@@ -3,7 +3,6 @@
 import copy
 import functools
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -342,14 +341,15 @@ def test_nothing_leaks_into_the_next_prompt(policy):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @each(TIGHT + AMPLE + FRACTION)
-def test_bytes_are_predicted(policy, dtype, tiny):
-    """What a prefill would return, by its shapes alone; `test_compiler_agrees_on_bytes` looks at what really runs."""
-    params = jax.tree.map(lambda x: x.astype(dtype), tiny)
-    specs, args, prompt = inputs_of(policy, params)
-    state, _ = jax.eval_shape(partial(decoding._prefill, policy, specs), params, *prompt, *args)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.caches))
+def test_bytes_are_predicted(policy, dtype):
+    """What each layer's prefill would return, by its shapes alone; `test_compiler_agrees_on_bytes` looks at what really runs."""
+    held, rows = 0, jax.ShapeDtypeStruct((3,), jnp.int32)
+    for spec in layer_specs(TINY, 3, 54, NEW, dtype):
+        q, k = (jax.ShapeDtypeStruct((3, spec.prompt_len, heads, 16), dtype) for heads in (4, 2))
+        state = jax.eval_shape(compiled(policy, spec)[0], q, k, k, rows)
+        held += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     shapes = {"batch": 3, "prompt_len": 54, "max_new_tokens": NEW, "dtype": dtype}
-    assert held == policy.nbytes(tiny.config, **shapes) + policy.host_nbytes(tiny.config, **shapes)
+    assert held == policy.nbytes(TINY, **shapes) + policy.host_nbytes(TINY, **shapes)
 
 
 @each(TIGHT)
