@@ -170,6 +170,7 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 32,
     },
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
