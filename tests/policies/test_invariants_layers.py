@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+import test_prefill_blocks as blocks
 import test_prefixes as prefixes
 from policies import test_invariants as plain
 from policies.driver import TINY, as_if_alone
@@ -210,6 +211,19 @@ def test_a_session_is_the_same_in_pieces(name: str, policy: Policy, monkeypatch:
         talk = kvjax.Session(model(name), prompt, bound(policy, model(name)), max_new_tokens=30)
         answers.append([talk.generate(turn, 6, ignore_eos=True).tokens for _ in range(2)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_full_in_blocks_is_full(name: str) -> None:
+    blocks.test_full_in_blocks_is_full(model(name), 5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", [blocks.POLICIES[0], *blocks.SLOW, *blocks.LONG], ids=lambda each: each.info.name)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_rows_in_blocks_are_what_they_are_alone(name: str, policy: Policy) -> None:
+    blocks.test_rows_are_what_they_are_alone(model(name), policy)
 
 
 @pytest.mark.parametrize(
