@@ -63,6 +63,7 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "glm4moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,

@@ -29,6 +29,7 @@ _SPLITS: Mapping[str, str] = {
     "qwen35": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
     .replace(r"\p{L}+", r"[\p{L}\p{M}]+")
     .replace(r" ?[^\s\p{L}", r" ?[^\s\p{L}\p{M}"),
+    "seed": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}").replace(r"]+[\r\n]*", "]+"),
     "o200k": _O200K_WORD % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_REST,
     "tekken": _O200K_WORD % ("", "") + r"|\p{N}" + _O200K_REST,
 }
@@ -45,6 +46,7 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
     "qwen35": "qwen35",
+    "seed-coder": "seed",
     "gpt-4o": "o200k",
     "tekken": "tekken",
     "gpt-2": "gpt2",

@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Int
 
 
 class Target(NamedTuple):
@@ -61,3 +63,16 @@ def tpu_layout(shape: tuple[int, ...]) -> tuple[int, ...]:
 
     last = min(((outer, inner) for inner in axes[::-1] for outer in axes[::-1] if outer != inner), key=padding)
     return *(axis for axis in axes if axis not in last), *last
+
+
+def sliced_rows(x: Array, start: Int[Array, ""], size: int) -> Array:
+    """Return rows of an array that is an argument of the program, without a copy of the whole array.
+
+    If a TPU does not store the array row by row, XLA would otherwise copy all of it before loops. A layout of the slice
+    that equals the array's prevents that.
+    """
+    own = jax.lax.dynamic_slice_in_dim(x, start, size)
+    axes = tpu_layout(x.shape)
+    if target().platform != "tpu" or axes == tuple(range(x.ndim)):
+        return own
+    return with_layout_constraint(own, Layout(axes))

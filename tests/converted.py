@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import byte_tokenizer, weights
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.conversion import from_hf, from_state_dict
@@ -158,11 +159,41 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         "rope_parameters": _PARTIAL,
     },
+    "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    "mistral_small": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    "qwen3_vl": {"model_type": "qwen3", "head_dim": 16},
+    "gpt_oss_mxfp4": {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+    },
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
 }
 """Fields of each config.json besides the sizes. Weights depend on a checkpoint's place in this order. Gemma's files have a window in all layers but each sixth."""
 
+_WHOLE: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mistral_small": ({"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}, {}),
+    "qwen3_vl": (
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"},
+        {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [4, 2, 2]},
+        },
+    ),
+}
+"""Fields of models with a vision tower and of their text models, whose other fields are above, by checkpoint."""
+
+WRITTEN_AS: Mapping[str, tuple[str, ...]] = {"mistral": ("llama", "mistral3")}
+"""Architectures that the converter gives to a family without one of its own. They are read as families that compute the same. Those with
+a vision tower are "mistral3".
+"""
+
 _SPLITTERS = {
     "llama": "llama-bpe",
+    "mistral": "llama-bpe",
     "mixtral": "llama-bpe",
     "smollm3": "llama-bpe",
     "glm4": "glm4",
@@ -192,6 +223,39 @@ def checkpoint(name: str) -> Params:
     return from_state_dict(config, {key: x.astype(np.float16).astype(np.float32) for key, x in scaled.items()})
 
 
+def write_folder(name: str, path: Path) -> None:
+    """Write the checkpoint as models of its kind are published."""
+    kvjax.save(checkpoint(name), path, format="safetensors")
+    if name in _WHOLE:
+        _with_vision(path, *_WHOLE[name])
+    if name.endswith("mxfp4"):
+        _in_mxfp4(path, np.random.default_rng(list(CHECKPOINTS).index(name)))
+
+
+def _with_vision(path: Path, whole: dict[str, Any], text: dict[str, Any]) -> None:
+    """Make the checkpoint the text model of one with a vision tower. The tower's tensors are left out."""
+    fields = json.loads((path / "config.json").read_text()) | text
+    del fields["architectures"]
+    (path / "config.json").write_text(json.dumps(whole | {"text_config": fields}))
+    tensors = load_file(path / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, path / "model.safetensors")
+
+
+def _in_mxfp4(path: Path, rng: np.random.Generator) -> None:
+    """Replace the matrices of experts by random blocks in MXFP4."""
+    fields = json.loads((path / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantised}))
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = rng.integers(122, 127, blocks.shape[:3], dtype=np.uint8)
+    save_file(tensors, path / "model.safetensors")
+
+
 def main() -> None:
     """Convert all checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -203,7 +267,7 @@ def main() -> None:
         jobs = []
         for name, fields in CHECKPOINTS.items():
             path = Path(folder) / name
-            kvjax.save(checkpoint(name), path, format="safetensors")
+            write_folder(name, path)
             write_tokenizer(path, ("[gMASK]", "<|observation|>") if fields["model_type"] == "glm4_moe" else ())
             jobs.append((_SPLITTERS.get(fields["model_type"], "qwen2"), str(path), str(FOLDER / f"{name}.gguf")))
         # A process of its own, since the converter comes with another version of the package `gguf`.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from converted import CHECKPOINTS
+from converted import CHECKPOINTS, WRITTEN_AS
 from oracles import ARCHITECTURES
 
 from kvjax.conversion.gguf_file import ARCHITECTURE_OF
@@ -32,13 +32,19 @@ def table() -> str:
         cells = [
             f"`{name}`",
             _layers(family),
-            f"safetensors, GGUF (`{ARCHITECTURE_OF[name]}`)" if name in ARCHITECTURE_OF else "safetensors",
+            _sources(name),
             ", ".join(random),
             "yes" if name in converted else "",
             REAL[name][0] if name in REAL else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _sources(name: str) -> str:
+    own = [ARCHITECTURE_OF[name]] if name in ARCHITECTURE_OF else []
+    files = ", ".join(f"`{architecture}`" for architecture in WRITTEN_AS.get(name, own))
+    return f"safetensors, GGUF ({files})" if files else "safetensors"
 
 
 def _layers(family: Family) -> str:

@@ -10,6 +10,7 @@ from kvjax.models.params import MLP
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
 from kvjax.pallas_kernels.device import tpu_layout
+from kvjax.pallas_kernels.projection.api import MOST_SLICED
 from kvjax.policies.layer import CacheLayer, held_bytes
 from kvjax.runtime.engine import Engine
 
@@ -39,8 +40,8 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     Decoding needs the logits, a copy of a layer's cache, and a copy of a quantised embedding. On a TPU it also needs
     twice the cache if that is compressed when full, from keys and values.
 
-    A TPU that stores the embedding by columns copies it by rows in both programs. Prefill frees the copy before its first
-    layer.
+    A TPU that stores the embedding by columns copies it by rows to look up many tokens, as of a prompt. Prefill frees the
+    copy before its first layer.
 
     Peaks are 5 % below to 4 % above those of the TPU compiler (`benchmarks/results/fits-v5e.json`), and 0 to 13 % above
     those of programs on an H200 (`decode-h200.json` in the same folder).
@@ -71,7 +72,8 @@ def workspace(engine: Engine, *, tpu: bool) -> tuple[int, int]:
     table = engine.weights.embed
     by_columns = tpu and tpu_layout((table.shape[0] // shard.model, table.shape[1])) == (1, 0)
     by_rows = bytes_per_device(table) if by_columns and not is_quantized(table) else 0
-    decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else by_rows)
+    looked_up = by_rows if rows > MOST_SLICED else 0
+    decoding = 2 * logits + 2 * layer + (bytes_per_device(table) if is_quantized(table) else looked_up)
     if tpu and any(each.compress_reads_kv and each.when == "when_full" for each in engine.layers):
         decoding += 2 * sum(held for held, _, _ in caches)
     return max(int(_SPARE * reading), by_rows) if engine.specs[0].prompt_len else 0, decoding

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from ..activations import gated
-from ..device import target, tpu_layout
+from ..device import sliced_rows
 from ..projection import Matrix, Norm, gated_projection, projection
 from .tiles import Biases, Tiles, sorted_pairs, tile_size, tiles
 
@@ -102,17 +101,5 @@ def _through_biased(
 
 
 def _of(matrix: Any, expert: Int[Array, ""], size: int) -> Any:
-    """One expert's rows of a stacked matrix.
-
-    For a matrix that a TPU does not store row by row, XLA would copy all experts of all layers before its loops. A layout
-    of the slice that equals the matrix's prevents that.
-    """
-
-    def rows(x: Array) -> Array:
-        own = jax.lax.dynamic_slice_in_dim(x, expert * size, size)
-        axes = tpu_layout(x.shape)
-        if target().platform != "tpu" or axes == tuple(range(x.ndim)):
-            return own
-        return with_layout_constraint(own, Layout(axes))
-
-    return jax.tree.map(rows, matrix)
+    """One expert's rows of a stacked matrix."""
+    return jax.tree.map(lambda x: sliced_rows(x, expert * size, size), matrix)

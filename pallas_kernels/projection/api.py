@@ -2,15 +2,20 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..device import sliced_rows, target, tpu_layout
 from ..op import Implementation, Op
 from .quantized import Matrix, QuantizedMatrix
 from .types import Norm
 
 _PROJECTION = Op("projection", __name__, gpu=("pallas_triton",))
 _GATED = Op("gated_projection", __name__, gpu=("pallas_triton",))
+
+MOST_SLICED = 64
+"""Maximum number of rows that `lookup` slices one by one. More, as of a prompt, are gathered from a copy."""
 
 
 def projection(
@@ -90,10 +95,15 @@ def gated_projection(
 def lookup(table: Matrix, indices: Int[Array, "*B"], dtype: Any) -> Float[Array, "*B D"]:
     """Return rows of a table, such as token embeddings. Rows of a quantised table are dequantised to `dtype`.
 
+    If a TPU stores the table by columns, a gather copies all of it by rows. A few rows are therefore sliced one by one.
+
     Example:
         >>> kvjax.pallas_kernels.lookup(jnp.asarray([[1.0, 2.0], [3.0, 4.0]]), jnp.asarray([1, 0]), "bfloat16").tolist()
         [[3.0, 4.0], [1.0, 2.0]]
     """
     if isinstance(table, QuantizedMatrix):
         return table.rows(indices).dequantized(dtype)
+    if indices.size <= MOST_SLICED and target().platform == "tpu" and tpu_layout(table.shape) == (1, 0):
+        rows = jax.lax.map(lambda index: sliced_rows(table, index, 1)[0], indices.reshape(-1))
+        return rows.reshape(*indices.shape, -1)
     return jnp.take(table, indices, axis=0)

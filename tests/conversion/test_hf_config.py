@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from checkpoints import HF_CONFIG
+from oracles import ARCHITECTURES, SIZES
 
 from kvjax.config import Linear, Llama3, LongRope, ModelConfig, Yarn
-from kvjax.conversion import CheckpointError, from_hf, to_hf
+from kvjax.conversion import CheckpointError, from_hf, gguf_file, to_hf
 from kvjax.conversion.config_json import config_from_json, config_to_json
-from kvjax.conversion.gguf_file import ARCHITECTURES
 from kvjax.conversion.hf_config import FAMILIES
 from kvjax.conversion.refused import REFUSED
 
@@ -81,7 +81,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "seed-oss": {"model_type": "seed_oss", "head_dim": 16},
     "glm": GLM,
     "glm4": GLM | {"model_type": "glm4", "attention_bias": False},
     "qwen3-moe": EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
@@ -113,19 +112,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3-full": GEMMA3 | {"layer_types": ["full_attention"] * 2},
 }
 
+CONFIGS = {name: HF_CONFIG | fields for name, fields in VARIANTS.items()} | {
+    f"oracle-{name}": SIZES | {"model_type": kind} | fields for name, (kind, fields) in ARCHITECTURES.items()
+}
 
-@pytest.mark.parametrize("name", VARIANTS)
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_round_trips(name: str) -> None:
-    config = from_hf(HF_CONFIG | VARIANTS[name])
+    config = from_hf(CONFIGS[name])
     assert from_hf(to_hf(config)) == config
     assert config_from_json(config_to_json(config), "kvjax.json") == config
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_reads_what_is_written(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    config = from_hf(HF_CONFIG | VARIANTS[name])
+    config = from_hf(CONFIGS[name])
     fields = to_hf(config)
     theirs = transformers.AutoConfig.for_model(**fields)
     assert from_hf(theirs.to_dict()) == config
@@ -470,7 +473,7 @@ def test_families_that_are_refused_have_a_reason(family: str, reason: str) -> No
 
 
 def test_no_supported_family_is_refused() -> None:
-    assert not REFUSED.keys() & {*FAMILIES, *ARCHITECTURES}
+    assert not REFUSED.keys() & {*FAMILIES, *gguf_file.ARCHITECTURES}
 
 
 def test_floats_for_lengths() -> None:

@@ -509,6 +509,7 @@ def byte_level(pre: str, **fields: Any) -> Tokenizer | None:
         ("gpt-2", ["12", "345", "Ġ", "12"]),
         ("llama-bpe", ["12", "3", "4", "5", "Ġ", "12"]),  # groups of three digits from the left: 123, 45
         ("qwen2", ["1", "2", "3", "4", "5", "Ġ", "1", "2"]),
+        ("seed-coder", ["1", "2", "3", "4", "5", "Ġ", "1", "2"]),
         ("default", ["12", "3", "4", "5", "Ġ", "12"]),
         ("tekken", ["1", "2", "3", "4", "5", "Ġ", "1", "2"]),
         ("gpt-4o", ["12", "3", "4", "5", "Ġ", "12"]),
@@ -518,6 +519,17 @@ def test_digits_by_pre_tokenizer(pre: str, pieces: list[str]) -> None:
     tokenizer = byte_level(pre)
     assert tokenizer is not None
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("12345 12", add_special=False)] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"), [("qwen2", ["hell", "!?\n\n", "he"]), ("seed-coder", ["hell", "!?", "\n\n", "he"])]
+)
+def test_line_ends_by_pre_tokenizer(pre: str, pieces: list[str]) -> None:
+    """Seed's keeps them apart from the punctuation before them."""
+    tokenizer = byte_level(pre)
+    assert tokenizer is not None
+    split = tokenizer.backend.pre_tokenizer.pre_tokenize_str("hell!?\n\nhe")
+    assert [text.replace("Ċ", "\n") for text, _ in split] == pieces
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)

@@ -21,6 +21,7 @@ from kvjax.pallas_kernels import (
     expert_mlp,
     gather_attention,
     kmeans,
+    lookup,
     nearest,
     partial_block_attention,
     prefill_attention,
@@ -30,6 +31,7 @@ from kvjax.pallas_kernels import (
 from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_mosaic_tpu as decode_attention_tpu
 from kvjax.pallas_kernels.device import tpu_layout
 from kvjax.pallas_kernels.experts.tiles import Biases
+from kvjax.pallas_kernels.projection.api import MOST_SLICED
 from kvjax.runtime import absent_tpu
 from kvjax.runtime.absent_tpu import CHIPS
 
@@ -258,6 +260,17 @@ def test_experts_whose_rows_are_no_multiple_of_128_are_not_copied(kind):
     function = partial(expert_mlp, activation="clamped_swiglu")
     compiled = compile_for("v5e", function, shape("bfloat16", rows, width), *routed, *matrices, biases)
     assert temporaries(compiled) < 3 * 2 * width * width
+
+
+@pytest.mark.parametrize("rows", [8, MOST_SLICED + 1])
+def test_an_embedding_stored_by_columns_is_not_copied_to_decode(rows):
+    table = shape("bfloat16", 65536, 2880)
+    looked_up = compile_for(
+        "v5e", lambda table, tokens: lookup(table, tokens, jnp.bfloat16), table, shape("int32", rows)
+    )
+    copies = temporaries(looked_up) >= 2 * 65536 * 2880
+    assert copies == (rows > MOST_SLICED)
+    assert copies or temporaries(looked_up) < 1e6
 
 
 def test_an_unknown_chip_is_named():

@@ -103,6 +103,8 @@ def test_greedy_decoding_equals_transformers(name: str) -> None:
     "name",
     [
         "gemma-3",
+        "smollm3",
+        "olmo2",
         "olmo3",
         "granite",
         "ministral-3",

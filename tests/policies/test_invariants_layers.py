@@ -12,6 +12,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+import test_prefill_blocks as blocks
+import test_prefixes as prefixes
 from policies import test_invariants as plain
 from policies.driver import TINY, as_if_alone
 from schedules import check, lone
@@ -21,7 +23,7 @@ from kvjax.cache import layer_specs
 from kvjax.config import DeltaNetConfig, LayerConfig, ModelConfig, MoEConfig
 from kvjax.models import Params, init
 from kvjax.models.params import name_of
-from kvjax.policies import Policy
+from kvjax.policies import Policy, get_policy
 from kvjax.policies.families.ring import RingLayer
 from kvjax.policies.profile import Profile, fingerprint
 from kvjax.runtime import session
@@ -38,6 +40,9 @@ have a budget per head, that select and that quantise. No policy changes recurre
 have a policy that scores by probabilities. Other families have a policy that rotates keys
 again.
 """
+
+PREFIXED = {("recurrent", "treekv:40"), ("windows", "adakv:40")}
+"""Models and policies whose stored prefixes the slow tier tests."""
 
 
 def windowed(config: ModelConfig, *windows: int | None) -> ModelConfig:
@@ -206,3 +211,30 @@ def test_a_session_is_the_same_in_pieces(name: str, policy: Policy, monkeypatch:
         talk = kvjax.Session(model(name), prompt, bound(policy, model(name)), max_new_tokens=30)
         answers.append([talk.generate(turn, 6, ignore_eos=True).tokens for _ in range(2)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_full_in_blocks_is_full(name: str) -> None:
+    blocks.test_full_in_blocks_is_full(model(name), 5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", [blocks.POLICIES[0], *blocks.SLOW, *blocks.LONG], ids=lambda each: each.info.name)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_rows_in_blocks_are_what_they_are_alone(name: str, policy: Policy) -> None:
+    blocks.test_rows_are_what_they_are_alone(model(name), policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=pytest.mark.slow if (name, policy) in PREFIXED else pytest.mark.long)
+        for name in REPRESENTATIVE
+        for policy in prefixes.POLICIES.split()
+    ],
+)
+def test_stored_prefixes_change_no_token(name: str, policy: str) -> None:
+    """Tokens and log-probabilities, bit for bit, also if states are moved to the host's memory and back."""
+    fractions = prefixes.has_fractions(get_policy(policy))
+    prefixes.compare(model(name), policy, fractions=fractions)
