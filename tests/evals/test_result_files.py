@@ -72,6 +72,21 @@ def test_a_last_line_that_was_cut_short_is_run_again(run, part, ending):
     assert run.out.read_bytes() == b"\n".join([*lines, last]) + b"\n"
 
 
+def test_a_damaged_byte_of_the_last_line_is_not_a_cut(run):
+    """Nor is one of its newline: rows are refused or read, and the file is as it was."""
+    run()
+    content = run.out.read_bytes()
+    begin = content[:-1].rindex(b"\n") + 1
+    for at in (*range(begin, len(content), 37), len(content) - 2, len(content) - 1):
+        damaged = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        run.out.write_bytes(damaged)
+        try:
+            run()
+        except ValueError as error:
+            assert "needle.jsonl, line 4: " in str(error)
+        assert (run.out.read_bytes(), run.asked) == (damaged, 0), at
+
+
 def test_a_cut_within_a_character(run):
     rows = run()
     content = run.out.read_bytes()
