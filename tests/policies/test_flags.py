@@ -126,3 +126,13 @@ def test_rows_sample_as_if_alone_with_other_keys(tiny):
     decoding.decode.forget()
     assert [row.tokens for row in together] == [row.tokens for row in usual]
     assert alone.tokens == together[1].tokens
+
+
+def test_programs_run_where_jit_is_disabled(tiny):
+    """JAX runs nothing that was compiled ahead of time under `jax_disable_jit`, and keeps no caches when it looks for leaks."""
+    prompts, options = [[5, 9, 2], [7, 1, 3, 4]], {"policy": "snapkv:24,window=4", "max_new_tokens": 8}
+    usual = kvjax.generate(tiny, prompts, **options)
+    decoding.prefill.forget()
+    with flags(jax_disable_jit=True, jax_check_tracer_leaks=True):
+        found = kvjax.generate(tiny, prompts, **options)
+    assert [row.tokens for row in found] == [row.tokens for row in usual]
