@@ -225,7 +225,7 @@ class Program:
 
 def _compiling() -> contextlib.AbstractContextManager[Any]:
     """Compile and run programs even if `jax_disable_jit` is set, under which JAX runs nothing that was compiled ahead of time."""
-    return jax.disable_jit(False) if jax.config.jax_disable_jit else _NOTHING
+    return jax.disable_jit(False) if jax.config.jax_disable_jit else _NOTHING  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _NOTHING = contextlib.nullcontext()
