@@ -1009,6 +1009,10 @@ def _rope_fields(key: str, kind: str, config: _Config, source: str) -> _Rope | N
 
 def _scaling(rope: _Rope, config: _Config, source: str) -> RopeScaling | None:
     kind = _first(rope.rope_type, rope.type, "default")
+    if rope.rope_type is rope.type is None and (null := rope.model_fields_set & {"rope_type", "type"}):
+        raise CheckpointError(
+            f"{source}: {min(null)} of a rotary embedding is null; give its name, such as 'linear' or 'default', or leave it out"
+        )
     phi3, window = config.model_type == "phi3", config.max_position_embeddings
     if phi3 and kind in ("su", "yarn"):  # names that early Phi-3 checkpoints gave to LongRoPE
         kind = "longrope"

@@ -111,15 +111,24 @@ def refuse_pickle(path: Path) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of the model: those in the index, or all of them if there is no index."""
-    index = path / INDEX
+    """The safetensors files of the model: those in the index, or all of them if there is no index.
+
+    Raises:
+        CheckpointError: there are no files, files are missing, or there are two models, one in `model.safetensors` and
+            one in the index.
+    """
+    index, single = path / INDEX, path / "model.safetensors"
     if present(index):
-        files = [path / name for name in shard_names(index)]
+        names = shard_names(index)
+        files = [path / name for name in names]
         absent = [file.name for file in files if not present(file)]
         if absent:
             raise CheckpointError(f"{path}: {len(absent)} of {len(files)} shards missing: {listed(absent)}")
+        if present(single) and single.name not in names:
+            raise CheckpointError(
+                f"{path}: there are two models, one in {single.name} and one in the files that {INDEX} lists; remove one of them"
+            )
         return files
-    single = path / "model.safetensors"
     files = [single] if present(single) else sorted(filter(present, path.glob("*.safetensors")))
     if not files:
         for pickle in sorted(file for file in path.iterdir() if file.suffix in PICKLES):

@@ -363,6 +363,12 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
             raise CheckpointError(
                 f"{file}: {name}: the group indices of its inputs should be {inputs} numbers from 0 to {held.groups - 1}"
             )
+        counts = np.bincount(groups, minlength=held.groups)
+        if (counts != inputs // held.groups).any():
+            raise CheckpointError(
+                f"{file}: {name}: group {(wrong := int(np.argmax(counts != inputs // held.groups)))} has {counts[wrong]} inputs by the group indices; "
+                f"each of the {held.groups} groups should have {inputs // held.groups}"
+            )
         zeros = np.float32(1 << bits - 1) if held.zeros is None else held.zeros(start, stop)[:, groups]
         scale = held.scales(start, stop).astype(np.float32)[:, groups]
         out[...] = ((held.codes(start, stop) - np.float32(zeros)) * scale).astype(out.dtype)

@@ -134,6 +134,16 @@ def test_huge_numbers_of_tokens_and_rows(letters, compiled, nothing_runs, value)
             get_policy(policy, **{field: value})
 
 
+@pytest.mark.parametrize(
+    "make", [jax.random.key, lambda seed: [jax.random.key(seed)], lambda seed: jax.random.split(jax.random.key(seed))]
+)
+def test_seeds_are_whole_numbers_not_keys(tiny: Params, make: Callable) -> None:
+    with pytest.raises(ValueError, match=r"seed.*random key.*give a "):
+        kvjax.generate(tiny, [IDS], max_new_tokens=NEW, seed=make(3))
+    with pytest.raises(PolicyError, match="Give a whole number"):
+        get_policy("random", budget=16, seed=make(3))
+
+
 def test_caches_larger_than_the_memory(letters, nothing_runs):
     """They are refused in a sentence, before anything is compiled or allocated."""
     for call in (

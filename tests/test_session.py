@@ -1,6 +1,7 @@
 """Sessions against the same tokens read one by one, forks that do not disturb each other, and chats turn by turn."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import signal
@@ -83,6 +84,8 @@ def test_questions_are_asked_of_forks(tiny):
     with pytest.raises(ValueError, match="63 tokens are more than"):
         talk.generate(FIRST * 7)
     assert (talk.tokens, talk.remaining) == (PROMPT, ROOM)
+    copies = [copy.copy(talk), copy.deepcopy(talk), talk]  # none rewrites the cache of another
+    assert [each.generate(FIRST, 6, ignore_eos=True).tokens for each in copies] == [apart[0].tokens] * 3
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -15,7 +16,7 @@ def plain(value: Any) -> Any:
     A float of fewer than 64 bits becomes the shortest decimal that rounds to it: `np.float32(0.2)` becomes 0.2 instead
     of 0.20000000298.
     """
-    if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.ndim:
+    if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.ndim or _is_key(value):
         return value
     found = np.asarray(value)[()]
     return float(str(found)) if str(found.dtype) in ("float16", "float32") else found.item()
@@ -55,7 +56,7 @@ def wholes(name: str, values: Any, count: int | None, least: int | None = None) 
     Raises:
         ValueError: the value is not such a list.
     """
-    if isinstance(values, np.ndarray | jax.Array) and values.ndim == 1:
+    if isinstance(values, np.ndarray | jax.Array) and values.ndim == 1 and not _is_key(values):
         values = np.asarray(values).tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != (count or len(values)):
         what = "of whole numbers" if count is None else f"of {count}, one for each row"
@@ -76,6 +77,11 @@ def number(name: str, value: Any, ok: Callable[[float], bool], allowed: str) -> 
     return float(found)
 
 
+def _is_key(value: Any) -> bool:
+    """Whether this is an array of random keys, which NumPy cannot read."""
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def shown(value: Any) -> str:
     """Describe a value and its type briefly."""
     if isinstance(value, np.ndarray | jax.Array) and value.ndim:
@@ -85,6 +91,8 @@ def shown(value: Any) -> str:
 
 def short(value: Any, max_length: int = 60) -> str:
     """`repr` with long values abbreviated: lists to a few items, other values to `max_length` characters."""
+    if isinstance(value, jax.Array) and _is_key(value):
+        return f"an array of random keys of shape {value.shape}" if value.ndim else "a random key"
     form = reprlib.Repr()
     form.maxstring = form.maxother = max_length
     return form.repr(value)

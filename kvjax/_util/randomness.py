@@ -1,7 +1,7 @@
 """Random numbers that depend only on a seed, not on JAX's flags.
 
-JAX's random numbers change with `jax_default_prng_impl`, `jax_threefry_partitionable` and `jax_enable_x64`. With `rbg`
-and `unsafe_rbg`, `jax.vmap` even makes a row's numbers depend on the other rows.
+JAX's random numbers change with `jax_default_prng_impl`, `jax_threefry_partitionable`, `jax_random_seed_offset` and
+`jax_enable_x64`. With `rbg` and `unsafe_rbg`, `jax.vmap` even makes a row's numbers depend on the other rows.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 def random_key(seed: Any) -> PRNGKeyArray:
-    """A threefry2x32 key from a whole number, or a scalar array of one."""
-    return jax.random.key(seed, impl="threefry2x32")
+    """A threefry2x32 key from a whole number, or a scalar array of one. Only its remainder modulo 2**32 matters."""
+    low = jnp.uint32(seed % 2**32) if isinstance(seed, int) else jnp.asarray(seed).astype(jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
 
 
 def uniform(key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:

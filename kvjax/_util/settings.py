@@ -35,13 +35,16 @@ def parse_value(text: str, hint: Any) -> Any:
     Raises:
         ValueError: the field does not allow the value. The message lists what it allows.
     """
+    limit = ""
     for kind in _alternatives(hint):
         try:
             return _parse(text, kind)
+        except OverflowError as error:
+            limit = f" {error}"
         except LITERAL_ERRORS:
             continue
     allowed = [kind for kind in _alternatives(hint) if not (kind is int and float in _alternatives(hint))]
-    raise ValueError(f"give {' or '.join(map(_name, allowed))}")
+    raise ValueError("give " + " or ".join(_name(kind) + ("" if kind is type(None) else limit) for kind in allowed))
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -65,9 +68,17 @@ def _parse(text: str, kind: Any) -> Any:
 
 
 def _in_range(value: Any) -> Any:
-    """Raise for a number that exceeds 32 bits; return any other value."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _refuse() if number and not abs(value) <= (MAX_INT if isinstance(value, int) else 3e38) else value
+    """Return a value.
+
+    Raises:
+        OverflowError: it is a number that exceeds 32 bits. The message continues what is allowed.
+    """
+    number, most = isinstance(value, int | float) and not isinstance(value, bool), 3e38
+    if isinstance(value, int):
+        most = MAX_INT
+    if number and not abs(value) <= most:
+        raise OverflowError(f"from {-most} to {most}")
+    return value
 
 
 def _refuse() -> typing.NoReturn:

@@ -79,7 +79,9 @@ def unwatched(what: str) -> Iterator[None]:
 
 def _watched() -> bool:
     errors = console.errors()
-    return errors.is_terminal and not errors.is_dumb_terminal
+    return (
+        errors.is_terminal and errors.file.isatty() and not errors.is_dumb_terminal
+    )  # also with FORCE_COLOR, which CI sets
 
 
 @contextmanager

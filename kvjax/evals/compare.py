@@ -128,6 +128,7 @@ def compare(
         raise ValueError(
             f"targets={list(targets)}; give shares of the full cache's bytes above 0, up to 1, and tasks and policies"
         )
+    policies, targets = list(dict.fromkeys(policies)), list(dict.fromkeys(targets))
     if Full() not in policies:
         policies = [Full(), *policies]
     labels = _labels(policies)
@@ -155,9 +156,8 @@ def compare(
                     )
                 if fitted not in measured:
                     file = f"{name}-{name_part(labels[policy])}" + ("" if target is None else f"-{target:g}")
-                    found = ready.run(fitted, None if out is None else out / f"{file}.jsonl", progress)
-                    measured[fitted] = dataclasses.replace(found, policy=labels[policy])
-                cells.append(Cell(target, measured[fitted]))
+                    measured[fitted] = ready.run(fitted, None if out is None else out / f"{file}.jsonl", progress)
+                cells.append(Cell(target, dataclasses.replace(measured[fitted], policy=labels[policy])))
                 if out is not None:
                     _write(out, params, cells, over)
     return cells

@@ -58,14 +58,15 @@ def following(
             part = "continuation" if context else "context"
             raise ValueError(f"the {part} of pair {i} is empty; give at least one token of each")
     policy = policy.for_model(params.config)
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, int, Any], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
         policy.validate(len(context) + bucket(len(continuation)))
-        groups.setdefault((bucket(len(context) - 1), bucket(len(continuation))), []).append(i)
+        rotation = params.config.resolve_ropes(len(context) + len(continuation))  # LongRoPE has two
+        groups.setdefault((bucket(len(context) - 1), bucket(len(continuation)), rotation), []).append(i)
     found: dict[int, Following] = {}
     params, mesh = on_mesh(params, mesh, policy)
     data = get_shard(mesh, params.config).data
-    for (_, new_tokens), group in groups.items():
+    for (_, new_tokens, _), group in groups.items():
         rows = -(-min(batch, len(group)) // data) * data
         for at in range(0, len(group), rows):
             chosen = group[at : at + rows]
@@ -80,8 +81,15 @@ def following(
 def _score(params: Params, policy: Policy, pairs: Sequence[Any], new_tokens: int, mesh: Mesh | None) -> list[Following]:
     """Score one batch, whose continuations have up to `new_tokens` tokens."""
     before = np.asarray([len(context) - 1 for context, _ in pairs])
+    longest = max(len(context) + len(continuation) for context, continuation in pairs)
     engine = Engine(
-        params, policy, batch=len(pairs), prompt_len=int(before.max()), max_new_tokens=new_tokens, mesh=mesh
+        params,
+        policy,
+        batch=len(pairs),
+        prompt_len=int(before.max()),
+        max_new_tokens=new_tokens,
+        max_total_tokens=longest if params.config.rope_changes_after else None,
+        mesh=mesh,
     )
     state = engine.prefill([context[:-1] for context, _ in pairs])[0] if before.max() else engine.begin()
     texts = [[context[-1], *continuation] for context, continuation in pairs]

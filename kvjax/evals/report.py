@@ -3,6 +3,7 @@
 import datetime
 import errno
 import hashlib
+import json
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from pydantic_core import from_json
 
 from kvjax._util import json_lines, strict_json, user_files
 from kvjax._util.files import append
@@ -61,8 +63,8 @@ def model_fingerprint(params: Params) -> str:
 class ResultFile:
     """JSON lines: a header, then one row for every finished part of a run. Parts that the file contains are not run again.
 
-    A last line that has no newline and is not JSON was truncated by an interruption. It is dropped with a warning, and its part runs
-    again. Any other defect is an error, which leaves the file unchanged.
+    A last line that has no newline and only begins a JSON document was truncated by an interruption. It is dropped with a warning, and
+    its part runs again. Any other defect is an error, which leaves the file unchanged.
 
     Args:
         path: the file; None keeps rows only in memory.
@@ -118,7 +120,7 @@ class ResultFile:
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = whole = user_files.read_bytes(path, _MOST_BYTES)
         complete, _, last = content.rpartition(b"\n")
-        if cut := bool(complete and last.strip()) and not _is_json(last):
+        if cut := bool(complete) and _is_cut(last):
             content = complete + b"\n"
         elif last:
             content += b"\n"
@@ -183,12 +185,23 @@ def _begun(path: Path, line: bytes) -> dict[str, Any]:
     raise ValueError(f"{path} is there, but is not a result file of kvjax; give another path")
 
 
-def _is_json(line: bytes) -> bool:
+def _is_cut(line: bytes) -> bool:
+    """Whether the line begins a JSON document whose end is missing. False for a whole document, also with bytes after it.
+
+    A power failure can leave zeros where the end was to be.
+    """
+    begun = line.rstrip(b"\0").lstrip()
+    if not begun:
+        return bool(line.strip())
     try:
-        strict_json.loads(line)
+        from_json(begun, allow_partial=True)
     except ValueError:
         return False
-    return True
+    try:
+        json.JSONDecoder().raw_decode(begun.decode(errors="replace"))
+    except ValueError:
+        return True
+    return False
 
 
 def name_part(label: str) -> str:

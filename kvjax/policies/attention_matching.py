@@ -238,7 +238,8 @@ def matched(
 
     high = math.exp(bound)
     factor, wanted = _factors(masses, len(queries), size, 1, dtype)
-    weight, largest = _least_squares(factor, wanted, there.size)
+    rows = jnp.sum(asked)
+    weight, largest = _least_squares(factor, wanted, rows)
     weight = jnp.clip(weight[:, 0], 1 / high, high)
     for _ in range(steps):
         slope = factor.T @ (factor @ weight - wanted[:, 0])
@@ -249,7 +250,7 @@ def matched(
         attended = jnp.einsum("mt,th->mh", _shares(every), values, precision="highest")
         return jnp.concatenate([_shares(kept(every) * weight), attended], axis=1)
 
-    fitted, _ = _least_squares(*_factors(outputs, len(queries), size, values.shape[1], dtype), there.size)
+    fitted, _ = _least_squares(*_factors(outputs, len(queries), size, values.shape[1], dtype), rows)
     return best, weight, fitted
 
 
@@ -272,11 +273,15 @@ def _factors(
 
 
 def _least_squares(
-    factor: Float[Array, "S S"], wanted: Float[Array, "S R"], rows: int
+    factor: Float[Array, "S S"], wanted: Float[Array, "S R"], rows: Int[Array, ""]
 ) -> tuple[Float[Array, "S R"], Float[Array, ""]]:
-    """Return the minimum-norm solution and the largest singular value. Singular values below rounding count as zero."""
+    """Return the minimum-norm solution and the largest singular value.
+
+    Singular values below the rounding of `rows` valid rows count as zero, as in `numpy.linalg.lstsq`. Rows of zeros, which
+    invalid queries leave, do not count: they would make the fit of one prompt depend on the lengths of the others.
+    """
     left, values, right = jnp.linalg.svd(factor, full_matrices=False)
     largest = jnp.max(values, initial=0)
-    least = largest * jnp.finfo(factor.dtype).eps * max(rows, len(factor))
+    least = largest * jnp.finfo(factor.dtype).eps * jnp.maximum(rows, len(factor)).astype(factor.dtype)
     inverse = jnp.where(values > least, 1 / jnp.maximum(values, jnp.finfo(factor.dtype).tiny), 0)
     return right.T @ (inverse[:, None] * (left.T @ wanted)), largest

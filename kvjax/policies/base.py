@@ -91,8 +91,8 @@ class Policy:
 
     @property
     def info(self) -> PolicyInfo:
-        """Description of this policy. A combination composes it from the descriptions of its parts."""
-        return self.about
+        """Description of this policy, under the name of its class if it has no other. A combination composes it from its parts."""
+        return self.about if self.about.name else dataclasses.replace(self.about, name=type(self).__name__)
 
     def __str__(self) -> str:
         """The policy as text that `get_policy` parses: its name and the non-default hyperparameters."""

@@ -128,6 +128,10 @@ def get_policy(policy: str | Policy, **hyperparameters: Any) -> Policy:
     """
     if isinstance(policy, str):
         policy = parse_policy(policy)
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise PolicyError(
+            f"policy is the class {policy.__name__}. Give a policy of this class, {policy.__name__}(...)."
+        )
     if not callable(getattr(policy, "layer", None)):
         raise PolicyError(f"policy={policy!r} is not a policy. Give a name ({', '.join(policies())}) or a Policy.")
     given = {name: value for name, value in hyperparameters.items() if value is not None}

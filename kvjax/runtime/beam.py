@@ -35,7 +35,8 @@ def beam_search(
     Each step extends all beams by all tokens, and keeps the extensions with the highest log-probability, summed over
     their tokens, without a length penalty. A beam that has ended keeps its place and its sum. The search ends when all
     beams have. Each beam has a cache of its own, which the policy compresses as it does for `kvjax.generate`: with one
-    beam, the result is that of greedy sampling.
+    beam, the result is that of greedy sampling. The rotation of LongRoPE is selected by the length of the prompt and
+    `max_new_tokens` together.
 
     Args:
         params, prompt, policy, budget, max_new_tokens, ignore_eos: as for `kvjax.generate`, for one prompt, which is

@@ -1,5 +1,6 @@
 """`Program`: like `jax.jit`, but with compilation separate from execution, so that both can be measured."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -134,9 +135,10 @@ class Program:
                 keep_unless_refused()
                 start = time.perf_counter()
                 arrays, donate = self._shapes(args), tuple(i - self._static for i in self._donate)
-                lowered = jax.jit(self._whole(*args), donate_argnums=donate).lower(*arrays)
-                places = [x.sharding for x in jax.tree.leaves(arrays)] if sharded else None
-                found = self._compiled[key] = compile_with(lowered, self._options(args)), places
+                with _compiling():
+                    lowered = jax.jit(self._whole(*args), donate_argnums=donate).lower(*arrays)
+                    places = [x.sharding for x in jax.tree.leaves(arrays)] if sharded else None
+                    found = self._compiled[key] = compile_with(lowered, self._options(args)), places
                 with self._lock:
                     self.compile_seconds += time.perf_counter() - start
         return found
@@ -166,7 +168,8 @@ class Program:
         executable, places = self._found(args, leaves, tree)
 
         def run() -> Any:
-            results = self._run(executable, places, args, leaves, tree)
+            with _compiling():
+                results = self._run(executable, places, args, leaves, tree)
             if self._donate:
                 kept = set(map(id, jax.tree.leaves(results)))
                 for leaf in jax.tree.leaves([args[i] for i in self._donate]):
@@ -219,6 +222,13 @@ class Program:
             return args
         return *self._canonical(*args[: self._static]), *args[self._static :]
 
+
+def _compiling() -> contextlib.AbstractContextManager[Any]:
+    """Compile and run programs even if `jax_disable_jit` is set, under which JAX runs nothing that was compiled ahead of time."""
+    return jax.disable_jit(False) if jax.config.jax_disable_jit else _NOTHING  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_NOTHING = contextlib.nullcontext()
 
 _told: set[frozenset[tuple[str, str | bool | int]]] = set()
 """Sets of options that XLA has refused and that were logged. Many programs use the same options."""

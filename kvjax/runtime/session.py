@@ -235,6 +235,12 @@ class Session:
             other._at = dataclasses.replace(self._at, state=jax.tree.map(jnp.copy, self._at.state))
             return other
 
+    def __copy__(self) -> "Session":
+        return self.fork()  # a shallow copy would share the cache, which a session rewrites in place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        return self.fork()
+
     @alone
     def read(self, text: Question) -> None:
         """Append text or token ids to the cache.

@@ -37,6 +37,20 @@ def test_lines_say_what_is_done_and_how_long_it_took(impatient: None, capsys: py
     assert err.replace("\n", "").isprintable()
 
 
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "CLICOLOR_FORCE"])
+def test_a_file_has_lines_also_where_colours_are_forced(
+    impatient: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """CI services set these variables for all programs, and keep their output in files."""
+    monkeypatch.setenv(variable, "1")
+    with progress.waiting("Compiling"):
+        time.sleep(0.2)
+    with progress.bar() as begin:
+        begin("one")
+        time.sleep(0.2)
+    assert re.fullmatch(r"(Compiling: \d+ s\n)+(one: \d+ s\n)+", capsys.readouterr().err)
+
+
 def test_waiting_says_so_too(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.waiting("Compiling"):
         time.sleep(0.2)

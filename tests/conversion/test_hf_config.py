@@ -253,6 +253,8 @@ def test_scalings() -> None:
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs a number low_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' needs a number factor"),
+        ({"rope_scaling": {"type": None, "factor": 2.0}}, "type of a rotary embedding is null"),
+        ({"rope_parameters": {"rope_type": None, "factor": 2.0}}, "rope_type of a rotary embedding is null"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "short_factor has 1 numbers; give one for each of 4 rotated pairs",

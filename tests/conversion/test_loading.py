@@ -37,6 +37,14 @@ def test_reads_one_file_and_shards(tmp_path: Path, files: int) -> None:
     assert params.tokenizer is None
 
 
+def test_two_models_in_one_directory_are_refused(tmp_path: Path) -> None:
+    """One in shards and one in a single file: transformers would read the single file."""
+    tensors = write_hf(tmp_path, files=2)
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"two models, one in model\.safetensors and one in the files that"):
+        load(tmp_path)
+
+
 def test_cuts_fused_projections(tmp_path: Path) -> None:
     fields = HF_CONFIG | {"model_type": "phi3"}
     tensors = write_hf(tmp_path, fields)

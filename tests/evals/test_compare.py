@@ -52,3 +52,14 @@ def test_policies_of_one_name_have_files_and_rows_of_their_own(letters, tmp_path
     assert [cell.outcome.policy for cell in cells] == labels
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
     assert all(compare.markdown(cells).count(f"| `{label}`") == 1 for label in labels)
+
+
+def test_policies_that_differ_in_what_the_target_sets_have_rows_of_their_own(letters, tmp_path: Path) -> None:
+    """Both get the same budget, which is measured once. A policy or a target given twice has one row."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijklm nopq " * 10)
+    policies = [POLICY, kvjax.StreamingLLM(budget=96), POLICY]
+    with pytest.warns(UserWarning, match="as asked"):
+        cells = compare.compare(letters, policies, (0.4, 0.4), ["perplexity"], Inputs(text=text, lengths=(128,)))
+    assert [cell.outcome.policy for cell in cells] == ["full", "streaming_llm:budget=64", "streaming_llm:budget=96"]
+    assert cells[1].outcome.value == cells[2].outcome.value

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.config import LongRope, RopeConfig
 from kvjax.evals.following import following
 from kvjax.models import transformer
 
@@ -40,6 +41,18 @@ def test_with_the_full_cache_it_is_the_plain_model(tiny):
         assert result.greedy == is_greedy
     assert found[-1].greedy
     assert seen[-1] == (6, 6)
+
+
+def test_longrope_depends_on_the_tokens_of_a_pair_alone(tiny):
+    """Neither on padding nor on the other pairs, which may lie beyond the original window of 61 tokens."""
+    scaling = LongRope((1.0,) * 8, tuple(4.0 + i for i in range(8)), original_max_position=61, factor=8.0)
+    params = tiny.replace(config=tiny.config.with_attention(rope=RopeConfig(1e4, 16, scaling=scaling)))
+    pairs = [(PAIRS[2][0][:57], [5, 9, 2]), (PAIRS[2][0], [7, 1])]
+    for (context, continuation), result in zip(pairs, following(params, kvjax.Full(), pairs, batch=4), strict=True):
+        tokens = [*context, *continuation]
+        logprobs = jax.nn.log_softmax(FORWARD(params, jnp.asarray([tokens]))[0])[len(context) - 1 : -1]
+        expected = float(logprobs[jnp.arange(len(continuation)), jnp.asarray(continuation)].sum())
+        assert result.logprob == pytest.approx(expected, abs=2e-4)
 
 
 def test_continuations_are_read_through_the_compressed_context(tiny):

@@ -1,5 +1,6 @@
 """Result files that a run goes on with: every answer is read back as it was, and what is damaged costs no other row."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -70,6 +71,19 @@ def test_a_last_line_that_was_cut_short_is_run_again(run, part, ending):
     with pytest.warns(UserWarning, match=r"needle.jsonl, line 4: cut short"):
         assert (run(), run.asked) == (rows, 1)
     assert run.out.read_bytes() == b"\n".join([*lines, last]) + b"\n"
+
+
+def test_a_damaged_byte_of_the_last_line_is_not_a_cut(run):
+    """Nor is one of its newline: rows are refused or read, and the file is as it was."""
+    run()
+    content = run.out.read_bytes()
+    begin = content[:-1].rindex(b"\n") + 1
+    for at in (*range(begin, len(content), 37), len(content) - 2, len(content) - 1):
+        damaged = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        run.out.write_bytes(damaged)
+        with contextlib.suppress(ValueError):  # of a value that no row has
+            run()
+        assert (run.out.read_bytes(), run.asked) == (damaged, 0), at
 
 
 def test_a_cut_within_a_character(run):

@@ -92,6 +92,20 @@ def test_many_queries_are_fitted_as_exactly_as_float32_allows():
     assert error(match(queries, keys, values, 40)) < 1.01 * error(oracle.matched(queries, keys, values, 40))
 
 
+def test_a_short_prompt_is_fitted_as_alone():
+    """Singular values are cut by the number of valid queries, whatever the room for queries of longer prompts."""
+    random = np.random.default_rng(4)
+    queries, keys, values = random.normal(size=(200, 8)), random.normal(size=(24, 8)), random.normal(size=(24, 8))
+    keys[12:] = keys[:12] + 0.1 * keys[12:]
+
+    def fit(room):
+        given = np.pad(queries, ((0, room), (0, 0))), np.arange(200 + room) < 200, keys, values, np.ones(24, bool)
+        return jax.jit(matched, static_argnums=(6, 7))(*map(to_jax, given), jnp.int32(20), 20, 8**-0.5)
+
+    for alone, beside in zip(fit(0), fit(7800), strict=True):
+        np.testing.assert_allclose(beside, alone, rtol=1e-3, atol=1e-3)
+
+
 def test_queries_that_nobody_asked_and_useless_keys_do_no_harm():
     """Queries that are not there, equal keys, keys that nobody looks at, and fewer queries than keys: numbers all the same."""
     random = np.random.default_rng(3)

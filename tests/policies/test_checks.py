@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import LayerSpec, PromptKV, from_prompt, keep
-from kvjax.policies import CacheLayer, Policy, PolicyError, PolicyInfo, PromptScorer, ScoreEviction
+from kvjax.policies import CacheLayer, Policy, PolicyError, PolicyInfo, PromptScorer, ScoreEviction, get_policy
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 4, [3, 1, 4]]
 OPTIONS = {"max_new_tokens": 3, "ignore_eos": True}
@@ -139,3 +139,15 @@ def test_a_prompt_must_fit_its_spec():
         from_prompt(spec, 8, prompt_of(2))
     with pytest.raises(ValueError, match=r"keep has shape \(2, 2, 12\) for a prompt of 16 places"):
         keep(spec, 8, prompt_of(2), jnp.ones((2, 2, 12), bool))
+
+
+def test_a_policy_without_a_description_has_the_name_of_its_class():
+    class Mine(PromptScorer):
+        def scores(self, spec, prompt):
+            return prompt.k[..., 0]
+
+    assert str(Mine(budget=0.25)) == "Mine:budget=0.25"
+    with pytest.raises(PolicyError, match=r"^Mine: budget=2\.0 is not valid"):
+        Mine(budget=2.0)
+    with pytest.raises(PolicyError, match=r"policy is the class Mine\. Give a policy of this class, Mine\(\.\.\.\)\."):
+        get_policy(Mine)

@@ -12,6 +12,7 @@ import pytest
 from policies.driver import TINY, each, every_policy, make_case
 
 import kvjax
+from kvjax._util.randomness import random_key
 from kvjax.cache import layer_specs
 from kvjax.models import abstract
 from kvjax.policies import ClusterKV, Compactor
@@ -29,6 +30,7 @@ FLAGS = {
     "jax_debug_key_reuse": True,
     "jax_legacy_prng_key": "error",
     "jax_default_prng_impl": "unsafe_rbg",
+    "jax_random_seed_offset": 7,
     "jax_threefry_partitionable": False,
     "jax_default_matmul_precision": "highest",
 }
@@ -103,6 +105,15 @@ def test_random_numbers_of_a_row_are_its_own(implementation):
         np.testing.assert_allclose(alone[name][0], expected[1], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("seed", [-1, 5, 2**31, 2**32 - 1, 2**40 + 3, np.int64(-7), np.uint32(2**32 - 1)])
+def test_keys_do_not_depend_on_flags(seed):
+    """Negative and large seeds have a remainder modulo 2**32, in 64 bits too."""
+    usual = jax.random.key_data(random_key(seed))
+    np.testing.assert_array_equal(usual, jax.random.key_data(jax.random.key(np.uint32(int(seed) % 2**32))))
+    with flags(jax_enable_x64=True, jax_random_seed_offset=7):
+        np.testing.assert_array_equal(jax.random.key_data(random_key(seed)), usual)
+
+
 def test_rows_sample_as_if_alone_with_other_keys(tiny):
     prompts, options = [[5, 9, 2], [7, 1, 3, 4], [8]], {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
     usual = kvjax.generate(tiny, prompts, **options)
@@ -115,3 +126,13 @@ def test_rows_sample_as_if_alone_with_other_keys(tiny):
     decoding.decode.forget()
     assert [row.tokens for row in together] == [row.tokens for row in usual]
     assert alone.tokens == together[1].tokens
+
+
+def test_programs_run_where_jit_is_disabled(tiny):
+    """JAX runs nothing that was compiled ahead of time under `jax_disable_jit`, and keeps no caches when it looks for leaks."""
+    prompts, options = [[5, 9, 2], [7, 1, 3, 4]], {"policy": "snapkv:24,window=4", "max_new_tokens": 8}
+    usual = kvjax.generate(tiny, prompts, **options)
+    decoding.prefill.forget()
+    with flags(jax_disable_jit=True, jax_check_tracer_leaks=True):
+        found = kvjax.generate(tiny, prompts, **options)
+    assert [row.tokens for row in found] == [row.tokens for row in usual]
