@@ -44,8 +44,9 @@ class Compactor(PromptScorer):
 
     As in the authors' code in kvpress, λ defaults to the dropped share of the prompt, logits are not scaled by 1/√d,
     standard deviations are over all heads of a layer, and the ridge is 0.01, larger where a matrix is not positive
-    definite. Unlike there, all rows of a batch have the same sketch, and each row has its own statistics. The paper's
-    calibration of a budget to a text is not implemented.
+    definite. Unlike there, all rows of a batch have the same sketch, and each row has its own statistics. Tokens of a last
+    chunk that is not full attend to one another alone; there (kvpress 0.5.5), padding takes part, with logits of zero as
+    keys and as queries. The paper's calibration of a budget to a text is not implemented.
 
     Attributes:
         budget: slots for the prompt: a number of tokens, or a fraction of prompt + new tokens. A prompt within it is
