@@ -363,11 +363,11 @@ def _matrix(name: str, held: _Codes, bits: int, arrays: Mapping[str, StoredTenso
             raise CheckpointError(
                 f"{file}: {name}: the group indices of its inputs should be {inputs} numbers from 0 to {held.groups - 1}"
             )
-        counts = np.bincount(groups, minlength=held.groups)
-        if (counts != inputs // held.groups).any():
+        each, counts = inputs // held.groups, np.bincount(groups, minlength=held.groups)
+        if len(wrong := np.flatnonzero(counts != each)):
             raise CheckpointError(
-                f"{file}: {name}: group {(wrong := int(np.argmax(counts != inputs // held.groups)))} has {counts[wrong]} inputs by the group indices; "
-                f"each of the {held.groups} groups should have {inputs // held.groups}"
+                f"{file}: {name}: group {wrong[0]} has {counts[wrong[0]]} inputs by the group indices; each of the "
+                f"{held.groups} groups should have {each}"
             )
         zeros = np.float32(1 << bits - 1) if held.zeros is None else held.zeros(start, stop)[:, groups]
         scale = held.scales(start, stop).astype(np.float32)[:, groups]
