@@ -36,7 +36,8 @@ class TurboQuant(QuantizedFull):
         group: channels of a value that share a scale and a zero: the greatest common divisor of this and the head dim,
             which is a power of two.
         values: "levels" between the minimum and maximum of a group, or "rotated", as keys are.
-        signs: seed of random sign changes of coordinates before the rotation, different in each layer. None for none.
+        signs: seed of random sign changes of coordinates before the rotation, different in each layer. None for none, as
+            in vLLM: some vectors, such as one of equal numbers, are then coded with a larger error.
         exact_layers: number of first layers, and of last layers, that are not quantised.
         keys: "rotated", or "fp8" for 8-bit floats.
         value_bits: bits per number of values. None for `bits`.
