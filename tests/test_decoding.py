@@ -56,6 +56,7 @@ def begun(tiny, policy):
     return policy, specs, state, ends
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", CASES)
 def test_the_loop_is_single_steps(tiny, policy):
     policy, specs, state, ends = begun(tiny, policy)

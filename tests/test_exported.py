@@ -86,6 +86,7 @@ def test_a_process_without_kvjax_runs_them(dtype, tiny, tmp_path):
     assert "batch=2, prompt_len=64" in repr(exported)
 
 
+@pytest.mark.rotating
 @each(every_policy(24) + compositions(24), later=True)
 def test_tokens_are_those_of_generate(policy: Policy, tiny: Params):
     want: Any = kvjax.generate(tiny, PROMPTS, policy, max_new_tokens=NEW, ignore_eos=True)

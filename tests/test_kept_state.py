@@ -20,7 +20,7 @@ UNPLANNED = [p for p in every_policy(24) + compositions(24) if p.info.name != "r
 """Policies that do not depend on the planned length if the budget is in tokens. RocketKV splits its ratio by that length."""
 
 
-@pytest.mark.rotating  # tests/policies/test_invariants.py continues from saved states of each policy, in every run
+@pytest.mark.rotating  # as tests/policies/test_invariants.py, which continues from saved states of each policy
 @each(UNPLANNED, later=True)
 def test_a_continuation_is_a_longer_generation(policy: Policy, tiny: Params):
     """Budgets in tokens, so that the length that was planned does not matter."""

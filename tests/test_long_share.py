@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from long_share import SHARES, THIRDS, VARIABLE, Choice, assign, choose, expected_runs, group
+from long_share import ROTATED, SHARES, THIRDS, VARIABLE, Choice, assign, choose, expected_runs, group
 
 ROOT = Path(__file__).parents[1]
 NAMES = [f"tests/test_{file}.py::test_{test}[{case}]" for file in "ab" for test in "cd" for case in range(100)]
@@ -97,27 +97,29 @@ def test_the_documented_number_of_runs() -> None:
 def pytest_in(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Pytest in a folder, with this plugin and nothing else of this repository."""
     environment = {k: v for k, v in os.environ.items() if k != VARIABLE and not k.startswith("PYTEST")}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # to import others takes longer than all the rest
     environment |= {"PYTHONPATH": str(ROOT / "tests"), "CI": "true", **variables}
-    command = [sys.executable, "-m", "pytest", "-p", "long_share", "-p", "no:xdist", "-v", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "long_share", "-v", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_thirds_of_rotating_tests_together_are_all(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n    rotating\n")
+@pytest.mark.parametrize("tier", ROTATED)
+def test_thirds_of_rotating_tests_together_are_all(tmp_path: Path, tier: str) -> None:
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = {tier}\n    rotating\n")
     (tmp_path / "test_it.py").write_text(
-        "import pytest\npytestmark = pytest.mark.slow\n"
+        f"import pytest\npytestmark = pytest.mark.{tier}\n"
         "@pytest.mark.rotating\n@pytest.mark.parametrize('x', range(12))\ndef test_of_each(x): pass\n"
         "def test_always(): pass\n"
     )
     ran: list[str] = []
     for index in (0, 4, 29):
-        run = pytest_in(tmp_path, "-m", "slow", **{VARIABLE: f"{index}/{SHARES}"})
+        run = pytest_in(tmp_path, "-m", tier, **{VARIABLE: f"{index}/{SHARES}"})
         assert run.returncode == 0, run.stdout + run.stderr
         assert f"rotating tests: share {index} of {SHARES}, chosen by" in run.stdout
         ran += re.findall(r"(\S+) PASSED", run.stdout)
     each = [f"test_it.py::test_of_each[{x}]" for x in range(12)]
     assert sorted(ran) == sorted([*each, *3 * ["test_it.py::test_always"]])
-    run = pytest_in(tmp_path, "-m", "slow", **{VARIABLE: "all"})
+    run = pytest_in(tmp_path, "-m", tier, **{VARIABLE: "all"})
     assert len(re.findall(" PASSED", run.stdout)) == 13
 
 
@@ -141,3 +143,16 @@ def test_pytest_runs_the_share_and_names_it(tmp_path: Path) -> None:
     refused = pytest_in(tmp_path, "-m", "long", **{VARIABLE: "2/2"})
     assert refused.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"ERROR: {VARIABLE}='2/2' is not a share." in refused.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["-p", "xdist.plugin", "-n", "1"]], ids=["here", "in a process"])
+def test_a_share_without_a_test_passes(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long\n")
+    (tmp_path / "test_it.py").write_text("import pytest\n@pytest.mark.long\ndef test_long(): pass\n")
+    index = assign(["test_it.py::test_long"], 2, {})["test_it.py::test_long"]
+    command = "-m", "long", *options
+    assert pytest_in(tmp_path, *command, **{VARIABLE: f"{index}/2"}).returncode == 0
+    empty = pytest_in(tmp_path, *command, **{VARIABLE: f"{1 - index}/2"})
+    assert empty.returncode == 0, empty.stdout + empty.stderr
+    nothing = pytest_in(tmp_path, "-m", "not long", **{VARIABLE: f"{1 - index}/2"})
+    assert nothing.returncode == pytest.ExitCode.NO_TESTS_COLLECTED

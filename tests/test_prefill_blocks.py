@@ -44,6 +44,7 @@ def test_full_in_blocks_is_full(tiny: Params, block: int) -> None:
     assert [row.stats.prefill_block for row in got] == [block] * 3
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.info.name)
 def test_rows_are_what_they_are_alone(tiny: Params, policy: Policy) -> None:
     """They begin in different blocks; and one block that holds all prompts is reading them whole, but for CaM."""

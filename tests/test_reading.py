@@ -91,6 +91,7 @@ def test_offloaded_caches_are_prefilled_together(tiny, monkeypatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_tpu_holds_the_cache_once(monkeypatch) -> None:
     """What one row at a time needs beside weights and cache is little, though there are eight of it."""
     from kvjax.runtime import absent_tpu

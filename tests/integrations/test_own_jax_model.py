@@ -88,6 +88,7 @@ def test_so_are_those_of_other_attention(changes, page):
     check(kvjax.TreeKV(budget=24).for_model(config), page, init(config, jax.random.key(3)))
 
 
+@pytest.mark.rotating
 @each(POLICIES, later=True)
 def test_so_are_those_of_every_policy(policy, page, weights):
     check(policy, page, weights)

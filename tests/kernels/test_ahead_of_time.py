@@ -249,6 +249,7 @@ def test_arguments_are_stored_in_the_order_with_least_padding(generation):
     assert {(1, 0), (0, 1), (2, 1, 0), (1, 2, 0), (0, 1, 2)} <= set(stored)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["float", "mxfp4"])
 def test_experts_whose_rows_are_no_multiple_of_128_are_not_copied(kind):
     """At the shape of gpt-oss-20b: less temporary memory than the matrices of one expert, where all 32 were copied."""

@@ -62,6 +62,7 @@ def agree(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
             np.testing.assert_allclose(a, b, rtol=near, err_msg=f"{name} of layer {layer}")
 
 
+@pytest.mark.rotating  # `test_every_mesh` and `test_policy_along_sequence` have one of each kind in every run
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_over_meshes(name, uneven, prompts):
     policy = POLICIES[name]

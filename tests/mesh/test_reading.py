@@ -7,6 +7,7 @@ import kvjax
 from kvjax.runtime import decoding, reading
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["full", "snapkv:40", "treekv:32", "adakv:32"])
 @pytest.mark.parametrize("mesh", ["model=2", "sequence=2", "data=2,model=2"])
 def test_groups_of_rows_over_a_mesh(policy, mesh, tiny, monkeypatch):

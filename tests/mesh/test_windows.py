@@ -25,6 +25,7 @@ def gemma() -> Params:
     return init(from_hf(sizes | depth | fields), jax.random.key(0))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2", "model=2,sequence=2", "sequence=4"])
 @pytest.mark.parametrize(("policy", "budget"), [("full", None), ("snapkv:window=4", 30)])
 @pytest.mark.parametrize("block", [None, 32])

@@ -81,6 +81,7 @@ TOO_HIGH = pytest.mark.xfail(
 
 
 @pytest.mark.optimised
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("model", "chips", "block"),
     [

@@ -27,6 +27,7 @@ def test_results_with_other_settings_are_not_overwritten(tmp_path: Path, monkeyp
     assert out.read_bytes() == before
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("weights", "limit", "temporaries"),
     [

@@ -87,6 +87,7 @@ def test_a_text_longer_than_the_window(gemma: Params) -> None:
     np.testing.assert_allclose(logits[[528, 3182, 607]], [18.9702, 18.9263, 18.8203], atol=2e-3)
 
 
+@pytest.mark.rotating  # the test above tells the window in every run
 @pytest.mark.parametrize("block", [None, 128])
 def test_generation_after_a_text_longer_than_the_window(gemma: Params, block: int | None) -> None:
     """With rings of 512 slots; each token is the one that a pass over all tokens gives."""

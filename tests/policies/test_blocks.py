@@ -342,6 +342,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.rotating  # those of the default tier run for every commit, as of the tests below that are marked so
 @pytest.mark.parametrize(("name", "size"), NAMED)
 def test_equals_the_definition(name, size):
     """A ragged batch: what is kept after every block, the outputs of all its tokens; rows without one are as they were, bit for bit."""
@@ -375,6 +376,7 @@ def check(name: str, policy: Policy, make: Make, case: Case, spec: LayerSpec, pl
 SLIDING = ("full", "quest", "streaming_llm", "snapkv", "adakv", "chunkkv", "h2o", "tova", "rkv")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "snapkv" else [pytest.mark.slow]) for name in SLIDING]
 )
@@ -455,6 +457,7 @@ def test_what_reads_in_blocks():
     assert [p.info.name for p in reading(16) if p.layer(spec).reads == "tokens"] == ["cam"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "policy", quick([p for p in reading(16) if not isinstance(p, CaM)], {"snapkv", "treekv", "clusterkv"})
 )
@@ -561,7 +564,7 @@ def kinds(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(kind, marks=marks[kind in names]) for kind in KINDS])
 
 
-@pytest.mark.rotating  # `test_equals_the_definition` reads ragged rows of each kind, in every run
+@pytest.mark.rotating
 @kinds("chunkkv")
 def test_rows_are_read_as_if_alone(name):
     (policy, _), heads, kv_heads, layer = CASES[name]

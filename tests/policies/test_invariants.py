@@ -34,6 +34,9 @@ from kvjax.policies.transforms.quantize import PackedCache
 from kvjax.runtime import decoding
 from kvjax.runtime.sampling import Greedy
 
+pytestmark = pytest.mark.rotating
+"""Of the slow policies, which are kinds of those of the default tier; golden values and schedules of all are compared in every run."""
+
 TIGHT = every_policy(budget=16) + compositions(budget=16) + offloads(budget=16)
 AMPLE = every_policy(budget=4096) + compositions(budget=4096) + offloads(budget=4096)
 FRACTION = [p for p in every_policy(budget=0.5) if not isinstance(p, Full)] + compositions(budget=0.5)
@@ -222,7 +225,6 @@ def test_the_newest_token_is_never_lost(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating  # tests/test_rows.py sees it in a model, for every policy and commit
 @each([p for p in TIGHT + FRACTION if "offloaded" not in p.info.name])
 def test_rows_without_a_token_do_not_change(policy):
     """Rows that take tokens at random times go bit for bit through the states of rows that take one in every step."""
@@ -250,7 +252,6 @@ def test_rows_without_a_token_do_not_change(policy):
 # 4. A ragged batch gives row by row what each row gives alone; padding and free slots never matter.
 
 
-@pytest.mark.rotating  # tests/test_rows.py has batches of each policy in every run
 @each(TIGHT, later=True)  # by layers alone, `test_rows_have_budgets_of_their_own` sees it too
 def test_rows_are_independent(policy, tiny):
     fits = policy.info.refits_values  # least squares, which make differences of other shapes' rounding larger

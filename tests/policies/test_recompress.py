@@ -138,6 +138,7 @@ def test_the_budget_is_the_policys():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "text",
     [

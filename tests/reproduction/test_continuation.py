@@ -30,6 +30,7 @@ def test_full_cache_is_the_plain_model(tiny, full):
         assert result.scores.nll == pytest.approx(-chosen.mean(), abs=5e-5)
 
 
+@pytest.mark.rotating  # one policy of each family is among the default tests
 @each(WHOLE)
 def test_a_whole_budget_agrees_with_the_full_cache(tiny, full, policy):
     for got, want in zip(continuation(tiny, TEXTS, PROMPT, policy), full, strict=True):
