@@ -213,6 +213,7 @@ def test_without_tunix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.network
 @pytest.mark.slow
+@pytest.mark.rotating  # its version is pinned, and other tests have its layout of weights
 def test_with_tunix(tmp_path: Path) -> None:
     """In an environment that adds tunix to this one."""
     python = tmp_path / "env" / "bin" / "python"

@@ -450,8 +450,13 @@ SOME = ["treekv", "clusterkv_recall", "chunkkv_layers", "chunkkv_reading", "cate
 """Sections that take seconds: perplexity and LongBench, recall, likeness of layers, continuations. Needles take longer."""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
-    "names", [pytest.param(SOME, marks=pytest.mark.slow), pytest.param(list(SECTIONS), marks=pytest.mark.long)]
+    "names",
+    [
+        *(pytest.param([name], marks=pytest.mark.slow, id=name) for name in SOME),
+        pytest.param(list(SECTIONS), marks=pytest.mark.long, id="all"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:positions up to")  # whole prompts, of a model trained on short ones
 def test_sections_run(names, shared, monkeypatch, tmp_path):
@@ -473,4 +478,6 @@ def test_sections_run(names, shared, monkeypatch, tmp_path):
     for row in found["rows"]:
         assert all(np.isfinite(number["samples"]).all() for number in row["rows"])
     pages = page.render([found])
-    assert "## Long texts" in pages["claims/treekv.md"]
+    for name in names:
+        title = SECTIONS[name].TITLE.partition(": ")[2]
+        assert f"## {title[0].upper()}{title[1:]}\n" in pages[f"claims/{page.paper_of(name)}.md"]
