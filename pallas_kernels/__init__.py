@@ -32,6 +32,7 @@ from .decode_attention import partial_packed_attention as partial_packed_attenti
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
+from .delta_rule import delta_rule as delta_rule
 from .experts import best_experts as best_experts
 from .experts import expert_mlp as expert_mlp
 from .gather_attention import fetch_slots as fetch_slots

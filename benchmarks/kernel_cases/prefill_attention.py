@@ -1,6 +1,6 @@
 """Benchmark cases of `prefill_attention`, causal attention over a whole prompt (every model).
 
-At the shapes of Llama-3.1-8B and SmolLM2-135M.
+At the shapes of Llama-3.1-8B, SmolLM2-135M, Qwen3.5-9B and Gemma 3 4B.
 
 `benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
@@ -16,7 +16,13 @@ from kvjax.pallas_kernels import prefill_attention
 
 from .case import Case, relative_error
 
-SHAPES = ((1, 8192, 32, 8, 128, None), (2, 4096, 32, 8, 128, 1024), (1, 8192, 9, 3, 64, None))
+SHAPES = (
+    (1, 8192, 32, 8, 128, None),
+    (2, 4096, 32, 8, 128, 1024),
+    (1, 8192, 9, 3, 64, None),
+    (1, 8192, 16, 4, 256, None),
+    (2, 4096, 8, 4, 256, 1024),
+)
 """Sequences, tokens, query heads, KV heads, head dim, sliding window."""
 
 SAMPLED = 2
