@@ -38,6 +38,7 @@ from .experts import expert_mlp as expert_mlp
 from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory
+from .head_norms import head_norms as head_norms
 from .hopper.fused_decode_block import BlockWeights as BlockWeights
 from .hopper.fused_decode_block import fused_decode_block as fused_decode_block
 from .index_sums import index_sums as index_sums
