@@ -165,16 +165,22 @@ def _add_by_units(
         power = factors.astype(jnp.float32) * 2.0**-126
         numbers = [(each * power).astype(jnp.bfloat16) for each in _numbers(codes)]
     else:
-        numbers = backend.elementwise_inline_asm(
-            _WEIGHTS,
-            args=[codes, factors],
-            constraints=",".join(["=r"] * 4 + ["r"] * 3),
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)] * 2,
-        )
+        numbers = [_weights_of(half, codes, factors) for half in _WEIGHTS]
     for each, x in zip(numbers, (low, high), strict=True):
         total += jax.lax.dot_general(each, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return total
+
+
+def _weights_of(half: str, codes: UInt8[Array, "O G"], factors: Float[Array, "O G"]) -> Float[Array, "O G"]:
+    """Weights of the low or of the high half-bytes. Pallas lowers no PTX with several results."""
+    (found,) = backend.elementwise_inline_asm(
+        half,
+        args=[codes, factors],
+        constraints=",".join(["=r"] * 2 + ["r"] * 3),
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
+    )
+    return found
 
 
 def _numbers(codes: UInt8[Array, "O G"]) -> list[Float[Array, "O G"]]:
@@ -212,29 +218,25 @@ def _sums() -> str:
     return _ptx("sign, size, sum<4>", [*lines, *(f"mov.b32 ${byte}, sum{byte}" for byte in range(4))])
 
 
-def _weights() -> str:
-    """Return PTX for the weights of four bytes in bfloat16, two a register.
+def _weights(half: int) -> str:
+    """Return PTX for the weights of the low (0) or the high (1) halves of four bytes in bfloat16, two a register.
 
-    Operands 0 and 1 are those of the low halves, and 2 and 3 those of the high halves. Operand 4 is the bytes, and 5 and
-    6 are their factors. Bytes 0 and 1 come into the low bytes of both halves of a register, and bytes 2 and 3 into the
-    high ones. A sign moves to bit 15 of its half, and the other three bits of a code to bits 8 to 6.
+    Operands 0 and 1 are the results, 2 is the bytes, and 3 and 4 are their factors. Bytes 0 and 1 come into the low bytes
+    of both halves of a register, and bytes 2 and 3 into the high ones. A sign moves to bit 15 of its half, and the other
+    three bits of a code to bits 8 to 6.
     """
-    lines = ["prmt.b32 codes, $4, 0, 0x3120"]
+    lines = ["mov.b32 zeros, 0x80008000", "prmt.b32 codes, $2, 0, 0x3120"]
     for pair in range(2):
-        for half in range(2):
-            at = 8 * pair + 4 * half
-            lines += [
-                _shifted("sign", "codes", 12 - at),
-                _shifted("size", "codes", 6 - at),
-                "and.b32 size, size, 0x01C001C0",
-                "lop3.b32 size, sign, 0x80008000, size, 0xEA",
-                f"fma.rn.bf16x2 found{2 * half + pair}, size, ${5 + pair}, zeros",
-            ]
+        at = 8 * pair + 4 * half
+        lines += [
+            _shifted("sign", "codes", 12 - at),
+            _shifted("size", "codes", 6 - at),
+            "and.b32 size, size, 0x01C001C0",
+            "lop3.b32 size, sign, 0x80008000, size, 0xEA",
+            f"fma.rn.bf16x2 found{pair}, size, ${3 + pair}, zeros",
+        ]
     # Results are written last, since they may be in registers of operands.
-    return _ptx(
-        "codes, sign, size, zeros, found<4>",
-        ["mov.b32 zeros, 0x80008000", *lines, *(f"mov.b32 ${i}, found{i}" for i in range(4))],
-    )
+    return _ptx("codes, sign, size, zeros, found<2>", [*lines, "mov.b32 $0, found0", "mov.b32 $1, found1"])
 
 
 def _shifted(to: str, register: str, by: int) -> str:
@@ -242,4 +244,4 @@ def _shifted(to: str, register: str, by: int) -> str:
     return f"shl.b32 {to}, {register}, {by}" if by >= 0 else f"shr.u32 {to}, {register}, {-by}"
 
 
-_SUMS, _WEIGHTS = _sums(), _weights()
+_SUMS, _WEIGHTS = _sums(), (_weights(0), _weights(1))
