@@ -79,8 +79,13 @@ def cases() -> Iterator[Case]:
 def _sized(layer: Layer, tokens: int) -> Iterator[tuple[str, Any]]:
     options: dict[str, Any] = {"activation": "clamped_swiglu" if layer.mxfp4 else "silu", "total": None}
     if layer.mxfp4:
-        for units, outputs, inputs, warps in product((0, 1) if tokens == 1 else (1,), (16, 32, 64), (2, 4, 8), (2, 4)):
-            sizes = {"inputs": inputs, "warps": warps, "stages": 1, "outputs": outputs, "units": units}
+        cuts = (
+            ((16, 1, 1), (64, 1, 4))
+            if tokens > 1
+            else ((16, 1, 1), (64, 1, 4), (16, 2, 2), (32, 2, 4), (16, 4, 4), (32, 4, 4))
+        )
+        for (outputs, parts, warps), inputs, stages in product(cuts, (4, 8), (1, 2, 3, 4)):
+            sizes = {"inputs": inputs, "warps": warps, "stages": stages, "outputs": outputs, "parts": parts}
             yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)
         return
     if tokens <= few_pairs.FEW_ROWS:

@@ -25,7 +25,7 @@ from ..projection.quantized_pallas_triton import in_order_of
 from ..projection.types import FEW_ROWS, Norm
 from ..triton import backend, dividing_block, triton_call, triton_unsupported
 from ..tuning import tuned
-from .mxfp4_pallas_triton import member_order, products
+from .mxfp4_pallas_triton import Codes, codes_of, member_order, products
 from .tiles import Biases, unsupported
 
 FEW_PAIRS = 128
@@ -79,8 +79,7 @@ def expert_mlp(
 
     Args:
         sizes: `inputs` read at a time, `warps` and `stages`, instead of the tuned sizes. In MXFP4, `inputs` are those of
-            each group, and there are also the `outputs` of a program, and whether the matrix `units` multiply a single
-            token.
+            each group, and there are also the `outputs` of a program, and the `parts` of a single token's inputs.
     """
     packed = isinstance(gate, GroupedMatrix)
     sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1], packed)
@@ -98,7 +97,7 @@ def expert_mlp(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("activation", "eps", "offset", "interpret", "inputs", "warps", "stages", "outputs", "units"),
+    static_argnames=("activation", "eps", "offset", "interpret", "inputs", "warps", "stages", "outputs", "parts"),
 )
 def _call(
     pairs: Array,
@@ -117,16 +116,16 @@ def _call(
     warps: int,
     stages: int,
     outputs: int = OUTPUTS,
-    units: int = 1,
+    parts: int = 1,
 ) -> Float[Array, "P D"]:
     """Call the kernels. They are traced and lowered once for all layers."""
     (rows, dim), width, count = x.shape, down.shape[1], len(pairs)
-    padded = max(8, pl.next_power_of_2(rows)) if rows > 1 or units else 1
-    options = {"experts": down.shape[0] // dim, "padded": padded, "interpreted": interpret}
+    padded = max(8, pl.next_power_of_2(rows))
+    options = {"experts": down.shape[0] // dim, "padded": padded, "parts": parts, "interpreted": interpret}
     call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
-    first, second = (inputs, inputs)
-    if not isinstance(gate, GroupedMatrix):
-        first, second = dividing_block(dim, inputs), dividing_block(width, 2 * inputs)
+    matrices, first, second = (gate, up, down), dividing_block(dim, inputs), dividing_block(width, 2 * inputs)
+    if isinstance(gate, GroupedMatrix):
+        matrices, first, second = [codes_of(w) for w in matrices], inputs, inputs
     normed = {"eps": eps, "offset": offset}
     block = dividing_block(width, outputs)
     gate_bias, up_bias, down_bias = biases or (None, None, None)
@@ -134,20 +133,22 @@ def _call(
         functools.partial(_hidden, **options, **normed, inputs=first, outputs=block, activation=activation),
         grid=(count, width // block),
         out_shape=jax.ShapeDtypeStruct((count, width), x.dtype),
-    )(pairs, x, gate, up, gain, gate_bias, up_bias)
+    )(pairs, x, *matrices[:2], gain, gate_bias, up_bias)
     block = dividing_block(dim, outputs)
     return call(
         functools.partial(_outputs, **options, rows=rows, inputs=second, outputs=block),
         grid=(count, dim // block),
         out_shape=jax.ShapeDtypeStruct((count, dim), jnp.float32),
-    )(pairs, hidden, down, down_bias)
+    )(pairs, hidden, matrices[2], down_bias)
 
 
 def _sizes(rows: int, dim: int, width: int, packed: bool) -> dict[str, int]:
     """Return block sizes, by default the best on an H100 for bfloat16: inputs read at a time, warps and stages."""
     case = {"rows": rows, "inputs": dim, "hidden": width}
     if packed:
-        default = {"inputs": 4, "warps": 4, "stages": 1, "outputs": 16, "units": int(rows > 1)}
+        default = {"inputs": 4, "warps": 4, "stages": 3, "outputs": 64, "parts": 1}
+        if rows == 1:
+            default |= {"outputs": 16, "parts": 4}
         return tuned("expert_mlp_mxfp4", case, default)
     return tuned("expert_mlp", case, {"inputs": 256, "warps": 1, "stages": 3})
 
@@ -164,6 +165,7 @@ def _hidden(
     *,
     experts: int,
     padded: int,
+    parts: int,
     inputs: int,
     outputs: int,
     activation: str,
@@ -178,11 +180,12 @@ def _hidden(
 
     @pl.when(is_first)
     def _() -> None:
-        row = jnp.arange(padded, dtype=jnp.int32)
         begin = expert * width + block * outputs
-        if isinstance(gate, GroupedMatrix):
-            load = functools.partial(_some, x_ref, row, row < rows)
-            sums = products([gate, up], load, begin, outputs, padded, members=inputs // 2, interpreted=interpreted)
+        if isinstance(gate, Codes):
+            row = jnp.arange(padded, dtype=jnp.int32)
+            load = functools.partial(_some, x_ref, *((row * 0, row < parts) if parts > 1 else (row, row < rows)))
+            how = {"parts": parts, "members": inputs // 2, "interpreted": interpreted}
+            sums = products([gate, up], load, begin, outputs, padded, **how)
         else:
             sums = _normed_sums(x_ref, (gate, up), gain_ref, begin, padded, inputs, eps, offset)
         # Round as separate calls for each product would.
@@ -191,7 +194,7 @@ def _hidden(
             for total, bias in zip(sums, (gate_bias_ref, up_bias_ref), strict=True)
         )
         unit = block * outputs + jnp.arange(outputs, dtype=jnp.int32)
-        if isinstance(gate, GroupedMatrix):
+        if isinstance(gate, Codes):
             unit = member_order(unit, width // 32)
         _write(pairs_ref, hidden_ref, pair, expert, unit, gated(activation, first, second), rows)
 
@@ -244,6 +247,7 @@ def _outputs(
     *,
     experts: int,
     padded: int,
+    parts: int,
     rows: int,
     inputs: int,
     outputs: int,
@@ -258,9 +262,11 @@ def _outputs(
     def _() -> None:
         place, has = _places(pairs_ref, pair, expert, rows, padded)
         begin = expert * dim + block * outputs
-        if isinstance(down, GroupedMatrix):
-            load = functools.partial(_some, hidden_ref, place, has)
-            (total,) = products([down], load, begin, outputs, padded, members=inputs // 2, interpreted=interpreted)
+        if isinstance(down, Codes):
+            row = jnp.arange(padded, dtype=jnp.int32)
+            load = functools.partial(_some, hidden_ref, *((row * 0 + pair, row < parts) if parts > 1 else (place, has)))
+            how = {"parts": parts, "members": inputs // 2, "interpreted": interpreted}
+            (total,) = products([down], load, begin, outputs, padded, **how)
         else:
             exists = jnp.broadcast_to(has[:, None], (padded, inputs))
 
@@ -277,12 +283,11 @@ def _outputs(
 
 
 def _some(
-    ref: Any, row: Int[Array, " N"], has: Bool[Array, " N"], column: Int[Array, " I"], exists: Bool[Array, " I"]
+    ref: Any, row: Int[Array, " N"], has: Bool[Array, " N"], column: Int[Array, "_ I"], exists: Bool[Array, " I"]
 ) -> Float[Array, "N I"]:
     """Load columns of rows, with zeros for what does not exist."""
-    return backend.load(
-        ref.at[row[:, None], column[None]], mask=has[:, None] & exists[None], other=jnp.zeros((), ref.dtype)
-    )
+    mask = has[:, None] & exists[None]
+    return backend.load(ref.at[row[:, None], column], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def _across(weights: Float[Array, "O I"], some: Float[Array, "N I"]) -> Float[Array, "O N"]:

@@ -164,7 +164,7 @@ def test_all_tokens_may_have_the_same_experts():
     ],
 )
 def test_experts_in_mxfp4_by_definition(tokens, activation):
-    """With biases and without, by the matrix units or, for a single token, without them."""
+    """With biases and without, and for a single token with its inputs in parts or whole."""
     *given, biases = draw_mxfp4(tokens, seed=tokens)
     for added in biases, None:
         wanted = expected_mxfp4(*given, added, activation)
@@ -172,7 +172,7 @@ def test_experts_in_mxfp4_by_definition(tokens, activation):
         assert got.dtype == np.float32
         assert close(got, wanted)
     if tokens == 1:
-        sizes = {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "units": 1}
+        sizes = {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1}
         options = {"norm": None, "activation": activation, "total": None, "interpret": True, "sizes": sizes}
         assert close(few_pairs.expert_mlp(*given, **options), wanted)
 
