@@ -123,9 +123,10 @@ def _call(
     padded = max(8, pl.next_power_of_2(rows))
     options = {"experts": down.shape[0] // dim, "padded": padded, "parts": parts, "interpreted": interpret}
     call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
-    matrices, first, second = (gate, up, down), dividing_block(dim, inputs), dividing_block(width, 2 * inputs)
-    if isinstance(gate, GroupedMatrix):
-        matrices, first, second = [codes_of(w) for w in matrices], inputs, inputs
+    matrices: list[Any] = [codes_of(w) if isinstance(w, GroupedMatrix) else w for w in (gate, up, down)]
+    first, second = inputs, inputs
+    if not isinstance(gate, GroupedMatrix):
+        first, second = dividing_block(dim, inputs), dividing_block(width, 2 * inputs)
     normed = {"eps": eps, "offset": offset}
     block = dividing_block(width, outputs)
     gate_bias, up_bias, down_bias = biases or (None, None, None)

@@ -146,7 +146,8 @@ def _weights(
     """Weights of the low and of the high half-bytes, divided by 2^LOWERED."""
     if interpreted:  # without subnormal numbers, which XLA takes for zeros
         power, wide = factors.astype(jnp.float32) * 2.0**-126, codes.astype(jnp.int32)
-        return tuple((_number(half) * power).astype(jnp.bfloat16) for half in (wide & 15, wide >> 4))
+        low, high = ((_number(half) * power).astype(jnp.bfloat16) for half in (wide & 15, wide >> 4))
+        return low, high
     return _by_ptx(_LOW, codes, factors), _by_ptx(_HIGH, codes, factors)
 
 
