@@ -4,14 +4,19 @@
     PYTHONPATH=VLLM:. python -m benchmarks.first_token vllm --cases 16384x1,1024x64 | tee vllm.jsonl
     python -m benchmarks.first_token kvjax --peer vllm.jsonl --out benchmarks/results/first-token-h100.json
 
-A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16; with `--weights mxfp4`,
-kvjax' experts are in MXFP4. TTFT is the wall
-clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for n tokens. Each t
-is the median of 5 calls after one that is not counted. `bound_ms` is the bandwidth bound of a step with the full
-cache. Of a mixture of experts it assumes a random router; `--count-experts`, in a run of its own, generates the tokens
-of the timed calls again, counts the distinct experts that their steps read, and adds the bound with those. Both programs get lists of token ids, and neither stops early. Run them one after the other on one machine, so
-that each has the GPU to itself. `--peer` adds the lines that the other one printed. `python -m benchmarks.tables
---write` then puts both into README.md.
+A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. With `--weights
+mxfp4`, the experts of kvjax are in MXFP4. Both programs get lists of token ids, and neither stops early. Run them one
+after the other on one machine, so that each has the GPU to itself.
+
+TTFT is the wall clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for
+n tokens. Each t is the median of 5 calls after one that is not counted.
+
+`bound_ms` is the bandwidth bound of a step with the full cache. Of a mixture of experts it assumes a random router. With
+`--count-experts`, a run of its own generates the tokens of the timed calls again. It counts the distinct experts that
+their steps read, and adds the bound with those.
+
+`--peer` adds the lines that the other program printed. `python -m benchmarks.tables --write` then puts both into
+README.md.
 """
 
 import argparse
