@@ -194,10 +194,8 @@ def _hidden(
             _biased(total.astype(x_ref.dtype), bias, begin).astype(jnp.float32)
             for total, bias in zip(sums, (gate_bias_ref, up_bias_ref), strict=True)
         )
-        unit = block * outputs + jnp.arange(outputs, dtype=jnp.int32)
-        if isinstance(gate, Codes):
-            unit = member_order(unit, width // 32)
-        _write(pairs_ref, hidden_ref, pair, expert, unit, gated(activation, first, second), rows)
+        groups = width // 32 if isinstance(gate, Codes) else None
+        _write(pairs_ref, hidden_ref, pair, expert, block, gated(activation, first, second), rows, groups)
 
 
 def _normed_sums(
@@ -279,8 +277,7 @@ def _outputs(
                 return total + _across(down[pl.ds(begin, OUTPUTS), pl.ds(i * inputs, inputs)], some)
 
             total = jax.lax.fori_loop(0, width // inputs, step, jnp.zeros((OUTPUTS, padded), jnp.float32))
-        column = block * outputs + jnp.arange(outputs, dtype=jnp.int32)
-        _write(pairs_ref, out_ref, pair, expert, column, _biased(total, bias_ref, begin), rows)
+        _write(pairs_ref, out_ref, pair, expert, block, _biased(total, bias_ref, begin), rows)
 
 
 def _some(
@@ -330,9 +327,19 @@ def _places(
 
 
 def _write(
-    pairs_ref: Any, ref: Any, pair: Array, expert: Array, column: Array, values: Float[Array, "O N"], rows: int
+    pairs_ref: Any,
+    ref: Any,
+    pair: Array,
+    expert: Array,
+    block: Array,
+    values: Float[Array, "O N"],
+    rows: int,
+    groups: int | None = None,
 ) -> None:
-    """Write values to some columns of the pairs of the tokens that have the expert."""
+    """Write a block of values to the pairs of the tokens that have the expert, in the order of members of groups if any."""
     place, has = _places(pairs_ref, pair, expert, rows, values.shape[1])
+    column = block * len(values) + jnp.arange(len(values), dtype=jnp.int32)
+    if groups is not None:
+        column = member_order(column, groups)
     mask = jnp.broadcast_to(has[None], values.shape)
     backend.store(ref.at[place[None], column[:, None]], values.astype(ref.dtype), mask=mask)
