@@ -4,13 +4,19 @@
     PYTHONPATH=VLLM:. python -m benchmarks.first_token vllm --cases 16384x1,1024x64 | tee vllm.jsonl
     python -m benchmarks.first_token kvjax --peer vllm.jsonl --out benchmarks/results/first-token-h100.json
 
-A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. TTFT is the wall
-clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for n tokens. Each t
-is the median of 5 calls after one that is not counted. `bound_ms` is the bandwidth bound of a step with the full
-cache. Of a mixture of experts it assumes a random router; `--count-experts`, in a run of its own, generates the tokens
-of the timed calls again, counts the distinct experts that their steps read, and adds the bound with those. Both programs get lists of token ids, and neither stops early. Run them one after the other on one machine, so
-that each has the GPU to itself. `--peer` adds the lines that the other one printed. `python -m benchmarks.tables
---write` then puts both into README.md.
+A case is `PROMPTxROWS`: that many random prompts of that many tokens, with random weights in bfloat16. With `--weights
+mxfp4`, the experts of kvjax are in MXFP4. Both programs get lists of token ids, and neither stops early. Run them one
+after the other on one machine, so that each has the GPU to itself.
+
+TTFT is the wall clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for
+n tokens. Each t is the median of 5 calls after one that is not counted.
+
+`bound_ms` is the bandwidth bound of a step with the full cache. Of a mixture of experts it assumes a random router. With
+`--count-experts`, a run of its own generates the tokens of the timed calls again. It counts the distinct experts that
+their steps read, and adds the bound with those.
+
+`--peer` adds the lines that the other program printed. `python -m benchmarks.tables --write` then puts both into
+README.md.
 """
 
 import argparse
@@ -44,6 +50,7 @@ def main() -> None:
     parser.add_argument("--cases", default="16384x1,16384x8,65536x1,1024x64", help="PROMPTxROWS, separated by commas")
     parser.add_argument("--policies", default="full", help="of kvjax, separated by commas")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
+    parser.add_argument("--weights", default="float", choices=("float", "mxfp4"), help="kind of kvjax' experts")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--memory", type=float, default=0.92, help="share of the GPU's memory that vLLM takes")
@@ -54,6 +61,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.out is not None and args.program == "vllm":
         parser.error("--out is for kvjax; keep what is printed, and give it to kvjax' run as --peer")
+    if args.weights != "float" and args.program == "vllm":
+        parser.error("--weights is for kvjax; vLLM's random weights are in bfloat16")
     config = PRESETS[args.shape]
     if args.layers is not None:
         config = config.with_depth(args.layers)
@@ -74,15 +83,16 @@ def main() -> None:
                 "prompt": prompt,
                 "rows": rows,
                 "layers": config.num_layers,
+                "weights": args.weights,
                 **report.measured_here(),
             }
             try:
                 if args.count_experts:
-                    row |= _experts_read(config, generate, prompts, row["device"])
+                    row |= _experts_read(config, generate, prompts, row["device"], args.weights)
                 else:
                     row |= _times(generate, prompts, first_only=args.first_only)
                     if not args.first_only and policy == "full" and args.devices == 1:
-                        row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"])
+                        row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"], args.weights)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)
@@ -116,22 +126,27 @@ def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> list[flo
     return times
 
 
-def _bound_ms(config: ModelConfig, prompt: int, rows: int, device: str, experts: float | None = None) -> float | None:
+def _bound_ms(
+    config: ModelConfig, prompt: int, rows: int, device: str, kind: str, experts: float | None = None
+) -> float | None:
     """Milliseconds to read the weights and the full caches, halfway through the answers; None if the bandwidth is not known.
 
     Args:
+        kind: kind of the experts, "float" or "mxfp4".
         experts: distinct experts of a layer that a step reads; those of a random router if None.
     """
     from kvjax.bench.floor import bandwidth, weight_bytes
     from kvjax.models import abstract
 
     rate = bandwidth(device)
-    weights = weight_bytes(abstract(config, "bfloat16"), rows, experts)
+    weights = weight_bytes(abstract(config, "bfloat16", weights=kind), rows, experts)
     read = weights + rows * config.cache_bytes(prompt + NEW // 2, 2)
     return None if rate is None else 1e3 * read / rate
 
 
-def _experts_read(config: ModelConfig, generate: Generate, prompts: list[list[int]], device: str) -> dict[str, Any]:
+def _experts_read(
+    config: ModelConfig, generate: Generate, prompts: list[list[int]], device: str, kind: str
+) -> dict[str, Any]:
     """Distinct experts that a layer reads in a step, the mean over layers and steps of a call, and the bound with them."""
     import jax
 
@@ -154,7 +169,7 @@ def _experts_read(config: ModelConfig, generate: Generate, prompts: list[list[in
     finally:
         experts.route = route
     read = statistics.mean(counts)
-    bound = _bound_ms(config, len(prompts[0]), len(prompts), device, read)
+    bound = _bound_ms(config, len(prompts[0]), len(prompts), device, kind, read)
     return {"experts_read": read, "experts_counted": len(counts), "bound_experts_read_ms": bound}
 
 
@@ -166,7 +181,7 @@ def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str,
     from kvjax.models.sharding import get_shard, init_on
 
     mesh = f"model={args.devices}" if args.devices > 1 else None
-    params = init_on(get_shard(mesh, config), config, random_key(0), "bfloat16")
+    params = init_on(get_shard(mesh, config), config, random_key(0), "bfloat16", args.weights)
     about = {"program": "kvjax", "version": kvjax.__version__, "jax": jax.__version__, "devices": args.devices}
     for policy in args.policies.split(","):
 
@@ -227,7 +242,11 @@ def _keep(path: Path, row: dict[str, Any]) -> None:
     """Put a row into a result file, over an earlier one of the same case, whose other columns stay."""
     header, rows = report.begun(path, report.header(weights="random"))
     same = ("program", "shape", "policy", "prompt", "rows", "layers", "devices", "device")
-    others = [old for old in rows if any(old[key] != row[key] for key in same)]
+
+    def key(row: dict[str, Any]) -> list[Any]:
+        return [*(row[name] for name in same), row.get("weights", "float")]
+
+    others = [old for old in rows if key(old) != key(row)]
     earlier = next((old for old in rows if old not in others), {})
     report.write(path, header, [*others, earlier | row])
 

@@ -129,7 +129,7 @@ def add_rule(path: Path, case: Case, rows: list[dict[str, Any]]) -> None:
         return
     rules = json.loads(path.read_text()) if path.exists() else {}
     operation, when = case.tuned_by
-    others = [rule for rule in rules.get(operation, []) if rule["when"] != when]
+    others = [rule for rule in rules.get(operation, []) if rule.get("when") != when]
     files.write(
         path, json.dumps(rules | {operation: [{"when": when, "use": case.sizes[best]}, *others]}, indent=1) + "\n"
     )

@@ -387,7 +387,7 @@ def public_calls() -> str:
     lines = [
         [
             row["program"],
-            f"`{row['shape']}`",
+            f"`{row['shape']}`" + ", experts in MXFP4" * (row.get("weights") == "mxfp4"),
             f"`{row['policy']}`",
             _case(row["prompt"], row["rows"]),
             f"{row['ttft_s']:.3f}",

@@ -33,7 +33,7 @@ from jax.profiler import ProfileData
 
 from benchmarks import report
 from kvjax.bench import states
-from kvjax.bench.case import Case, read_policy
+from kvjax.bench.case import KINDS, Case, read_policy
 from kvjax.models import Params
 from kvjax.models.sharding import init_on
 from kvjax.policies.text import split_policies
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="float", choices=KINDS, help="as for `kvjax bench`")
     parser.add_argument("--policies", default="full", help="as for `kvjax bench`")
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=1)
@@ -75,14 +76,15 @@ def main() -> None:
     parser.add_argument("--compile-jobs", type=int, default=8)
     parser.add_argument("--out", type=Path, help="result file; by default rows are only printed")
     args = parser.parse_args()
-    header = report.header(shape=args.shape, layers=args.layers, dtype=args.dtype, mesh=args.mesh, weights="random")
+    about = {"shape": args.shape, "layers": args.layers, "dtype": args.dtype, "kind": args.weights, "mesh": args.mesh}
+    header = report.header(**about, weights="random")
     cases = []
     for text in split_policies(args.policies):
         name, settings = read_policy(text)
         context = args.context if args.block is None else BLOCKS * args.block
-        given = {"dtype": args.dtype, "layers": args.layers, "mesh": args.mesh}
+        given = {"dtype": args.dtype, "layers": args.layers, "mesh": args.mesh, "weights": args.weights}
         cases.append(Case(name, settings, context, args.batch, args.shape, **given))
-    params = init_on(cases[0].shard, cases[0].config, jax.random.key(0), cases[0].dtype)
+    params = init_on(cases[0].shard, cases[0].config, jax.random.key(0), args.dtype, args.weights, args.weights)
     if args.block is not None:
         rows = reading(cases, params, args)
     elif args.prompt:

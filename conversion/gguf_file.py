@@ -271,8 +271,13 @@ def _other_files(path: Path, split: _Split) -> list[Path]:
         raise CheckpointError(
             f"{path}: this is one of {split.count} files of a split model, so its name should end with -00001-of-{split.count:05}.gguf"
         )
+    if match[2] != f"{split.no + 1:05}":
+        raise CheckpointError(
+            f"{path}: its name says file {int(match[2])} of {split.count}, but its metadata says file {split.no + 1}. "
+            f"Rename the files by their metadata."
+        )
     first, *others = (path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, split.count + 1))
-    if split.no or path != first:
+    if path != first:
         raise CheckpointError(
             f"{path}: this is not the first of {split.count} files of a split model; give {first.name}"
         )

@@ -41,10 +41,9 @@ def load(
     """Load a model. Tensors stream from the file to the device one at a time.
 
     Args:
-        source: one of these; None loads the default model, as does its name "SmolLM2-135M-Instruct", whatever its case:
-            a Hugging Face directory or hub id (``owner/name``),
-            a GGUF file (the first file of a split model),
-            or a directory that `convert` or `save` wrote.
+        source: where the model is. None is the default model, as is its name "SmolLM2-135M-Instruct" in any case.
+            Otherwise give a Hugging Face directory or hub id (``owner/name``), a GGUF file, or a directory that
+            `convert` or `save` wrote. Of a split GGUF model, give the first file.
         dtype: type of parameters, activations and cache: float32, bfloat16 or float16. The default is float32 on CPU
             and the checkpoint's own type elsewhere (bfloat16 for quantised checkpoints).
         weights: how matrices of the layers are stored in memory.
@@ -77,8 +76,8 @@ def load(
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, unsafe or of an unknown kind, or the tokenizer is not
             found.
-        ValueError: `dtype`, `weights` or `embedding` is not supported, `device` does not exist, `revision` is given for
-            a model that is not on the hub, or the model cannot be sharded over `mesh`.
+        ValueError: `source` is empty, `dtype`, `weights` or `embedding` is not supported, `device` does not exist,
+            `revision` is given for a model that is not on the hub, or the model cannot be sharded over `mesh`.
 
     Example:
         >>> params = kvjax.load("Qwen/Qwen3-0.6B", dtype="bfloat16")  # doctest: +SKIP
@@ -123,6 +122,10 @@ def open_checkpoint(
         headers_only: whether to download only the headers of a model on the hub. Its weights then cannot be read.
         tokenizer: replaces the checkpoint's tokenizer. It is looked up before the checkpoint.
     """
+    if source == "":
+        raise ValueError(
+            'source="" is empty; give a path or a hub id, or None for the default model. The current directory is "."'
+        )
     if tokenizer is not None:
         find = find_tokenizer(tokenizer, token=token, progress=progress)
         found = open_checkpoint(source, progress, headers_only=headers_only, revision=revision, token=token)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerSpec, PromptKV
 from kvjax.config import AttentionConfig, Rope
-from kvjax.pallas_kernels import prefill_attention, projection
+from kvjax.pallas_kernels import Norm, head_norms, prefill_attention, projection
 
 from .layer import Layer, biased
 from .params import Attention
@@ -38,16 +38,20 @@ def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> 
 def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:
     """Split products of the q, k and v matrices into heads, with biases, norms and query factors if the layer has them."""
     p, (q, k, v) = _params(layer), products
-    q, gate = _queries(layer, q, pos)
-    return Heads(q, _heads(layer, k, p.k_bias, p.k_norm), _heads(layer, v, p.v_bias), gate)
+    q, gate = _queries(layer, q)
+    k = _heads(layer, k, p.k_bias, p.k_norm)
+    if (norms := _norms_of_heads(layer)) is not None:
+        q, k = head_norms(q, k, *norms)
+    return Heads(_scaled(layer, q, pos), k, _heads(layer, v, p.v_bias), gate)
 
 
 def queries_ahead(
     previous: Layer, layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]
 ) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
-    (q,) = projection(x, _params(layer).q, norm=previous.maybe_norm(previous.params.attn_norm))
-    return _queries(layer, q, pos)[0]
+    (product,) = projection(x, _params(layer).q, norm=previous.maybe_norm(previous.params.attn_norm))
+    (q, _), norms = _queries(layer, product), _norms_of_heads(layer)
+    return _scaled(layer, q if norms is None else norms[0](q), pos)
 
 
 def prompt_attention(spec: LayerSpec, prompt: PromptKV) -> Float[Array, "B T _ H"]:
@@ -72,32 +76,39 @@ def causal_attention(
     return prefill_attention(q, k, v, scale=config.logit_scale, window=config.window, sinks=sinks)
 
 
-def _queries(
-    layer: Layer, product: Array, pos: Int[Array, "..."]
-) -> tuple[Float[Array, "... N H"], Float[Array, "... A"] | None]:
-    """Heads of queries, times the factor of their positions if the layer has one, and the gate of a gated layer."""
+def _queries(layer: Layer, product: Array) -> tuple[Float[Array, "... N H"], Float[Array, "... A"] | None]:
+    """Heads of queries, before norms of each head, and the gate of a gated layer."""
     p, mixer = _params(layer), layer.config.attention
     h, gate = biased(product, p.q_bias), None
     if mixer.gated:
         both = h.reshape(*h.shape[:-1], -1, 2, mixer.head_dim)
         h, gate = (both[..., i, :].reshape(*h.shape[:-1], -1) for i in range(2))
-    q = _heads(layer, h, None, p.q_norm)
-    if mixer.query_period is None:
-        return q, gate
-    factor = 1.0 + mixer.query_growth * jnp.log1p((pos // mixer.query_period).astype(jnp.float32))
-    return q * factor.astype(q.dtype)[..., None, None], gate
+    return _heads(layer, h, None, p.q_norm), gate
 
 
 def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
+    """Heads with biases and a norm over all of them, but before norms of each head."""
     mixer, h = layer.config.attention, biased(h, bias)
     if norm is not None and mixer.joint_qk_norm:
         h = layer.norm(norm)(h)
-    h = h.reshape(*h.shape[:-1], -1, mixer.head_dim)
-    if norm is None or mixer.joint_qk_norm:
-        return h
-    if h.size == h.shape[-2] * mixer.head_dim:  # a single token: XLA would undo the reshape, and need two kernels
-        h = jax.lax.optimization_barrier(h)
-    return layer.norm(norm)(h)
+    return h.reshape(*h.shape[:-1], -1, mixer.head_dim)
+
+
+def _norms_of_heads(layer: Layer) -> tuple[Norm, Norm] | None:
+    """Norms of each head of queries and keys, None if there are none."""
+    p = _params(layer)
+    if p.q_norm is None or p.k_norm is None or layer.config.attention.joint_qk_norm:
+        return None
+    return layer.norm(p.q_norm), layer.norm(p.k_norm)
+
+
+def _scaled(layer: Layer, q: Float[Array, "... N H"], pos: Int[Array, "..."]) -> Float[Array, "... N H"]:
+    """Queries times the factor of their positions, if the layer has one."""
+    mixer = layer.config.attention
+    if mixer.query_period is None:
+        return q
+    factor = 1.0 + mixer.query_growth * jnp.log1p((pos // mixer.query_period).astype(jnp.float32))
+    return q * factor.astype(q.dtype)[..., None, None]
 
 
 def _params(layer: Layer) -> Attention:

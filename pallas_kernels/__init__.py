@@ -32,11 +32,13 @@ from .decode_attention import partial_packed_attention as partial_packed_attenti
 from .decode_attention import partial_ragged_attention as partial_ragged_attention
 from .decode_attention import ragged_attention as ragged_attention
 from .decode_attention import sharded_decode_attention as sharded_decode_attention
+from .delta_rule import delta_rule as delta_rule
 from .experts import best_experts as best_experts
 from .experts import expert_mlp as expert_mlp
 from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory
+from .head_norms import head_norms as head_norms
 from .hopper.fused_decode_block import BlockWeights as BlockWeights
 from .hopper.fused_decode_block import fused_decode_block as fused_decode_block
 from .index_sums import index_sums as index_sums

@@ -1,6 +1,8 @@
 """Measured block sizes of the kernels: one JSON file per device in `tuned/`, with an ordered list of rules per
 operation.
 
+An entry `{"base": "nvidia-h200"}` stands for the rules of the operation in that file.
+
 `python -m benchmarks.kernels --tune NAME` measures them.
 """
 
@@ -26,7 +28,7 @@ def tuned(operation: str, case: Mapping[str, Any], default: Mapping[str, int]) -
             8192}`.
         default: heuristic block sizes. A rule replaces the sizes that it names.
     """
-    for rule in _rules(_file_name(target().kind)).get(operation, []):
+    for rule in _rules(_file_name(target().kind), operation):
         if all(_holds(wanted, case[name]) for name, wanted in rule["when"].items()):
             return {**default, **rule["use"]}
     return dict(default)
@@ -37,11 +39,13 @@ def _holds(wanted: Any, value: Any) -> bool:
 
 
 def _file_name(kind: str) -> str:
-    """Return the file name of a device's rules: "NVIDIA H200" has nvidia-h200.json."""
-    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-") + ".json"
+    """Return the name of the file of a device's rules, without its ending: "NVIDIA H200" has nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
 
 
 @functools.cache
-def _rules(name: str) -> dict[str, list[dict[str, Any]]]:
-    file = importlib.resources.files(__package__ or "kvjax.pallas_kernels") / "tuned" / name
-    return json.loads(file.read_text()) if file.is_file() else {}
+def _rules(name: str, operation: str) -> list[dict[str, Any]]:
+    """Return the rules of an operation on a device, with those of other files where it names them."""
+    file = importlib.resources.files(__package__ or "kvjax.pallas_kernels") / "tuned" / f"{name}.json"
+    entries = json.loads(file.read_text()).get(operation, []) if file.is_file() else []
+    return [rule for entry in entries for rule in (_rules(entry["base"], operation) if "base" in entry else [entry])]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import pickle
 import re
 
@@ -173,3 +174,32 @@ def test_places_that_are_kept_move_to_the_front_in_order(numbers, parts, monkeyp
             np.testing.assert_array_equal(x[row, head, : len(chosen)], old[row, head, chosen])
         assert (got.pos[row, head, len(chosen) :] == -1).all()
         assert int(got.next[row, head]) == len(chosen) == int(got.weight[row, head].sum())
+
+
+@pytest.mark.parametrize("slots", [4, 8, 33, 48])
+def test_any_number_of_slots_can_be_compacted(slots):
+    random = np.random.default_rng(slots)
+    k, v = (random.normal(size=(2, 2, slots, 4)).astype(np.float32) for _ in range(2))
+    pos = np.broadcast_to(np.arange(slots, dtype=np.int32), (2, 2, slots))
+    whole = np.full((2, 2), slots, np.int32)
+    held = cache.LayerCache(*map(to_jax, (k, v, pos, np.ones_like(k[..., 0]), whole, whole[0])))
+    keep = random.random((2, 2, slots)) < 0.6
+    got, (moved,) = jax.device_get(jax.jit(cache.keep_slots)(held, keep, [held.pos]))
+    for row, head in np.ndindex(2, 2):
+        chosen = np.flatnonzero(keep[row, head])
+        for x, old in ((got.k, k), (got.v, v), (got.pos, pos), (moved, pos)):
+            np.testing.assert_array_equal(x[row, head, : len(chosen)], old[row, head, chosen])
+        assert not got.k[row, head, len(chosen) :].any()
+        assert not got.v[row, head, len(chosen) :].any()
+        assert int(got.next[row, head]) == len(chosen) == int(got.weight[row, head].sum())
+
+
+def test_slots_and_masks_must_have_one_size():
+    """Annotations are not checked for users, so the function itself is called."""
+    unchecked = inspect.unwrap(cache.keep_slots)
+    x, pos = jnp.ones((1, 1, 8, 4)), jnp.arange(8, dtype=jnp.int32)[None, None]
+    held = cache.LayerCache(x, x, pos, jnp.ones((1, 1, 8)), pos[..., 0], pos[0, :, 0])
+    with pytest.raises(ValueError, match=r"keep has shape \(1, 1, 4\), but the cache's slots are \(1, 1, 8\). Give"):
+        unchecked(held, held.pos[..., :4] >= 0)
+    with pytest.raises(ValueError, match=r"an array of `extra` has shape \(1, 1, 9\)"):
+        unchecked(held, held.pos >= 0, [jnp.zeros((1, 1, 9))])

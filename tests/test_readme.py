@@ -89,6 +89,8 @@ def test_the_scorer_that_the_docs_write_keeps_what_knorm_keeps(tiny):
     exec(SCORER, namespace)
     try:
         options, prompts = {"max_new_tokens": 12, "ignore_eos": True}, [[5, 9, 2] * 20, [3, 1, 4]]
+        info = kvjax.get_policy("small_keys").info
+        assert (info.stage, info.budget_excludes_new_tokens) == ("prompt", True)  # as the tests of invariants need
         both = "small_keys:16", "prompt_only(knorm:16,dense_layers=0)"
         own, ours = (kvjax.generate(tiny, prompts, policy=policy, **options) for policy in both)
         assert [row.tokens for row in own] == [row.tokens for row in ours]

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import pickle
 import signal
 import sys
 import threading
@@ -86,6 +87,8 @@ def test_questions_are_asked_of_forks(tiny):
     assert (talk.tokens, talk.remaining) == (PROMPT, ROOM)
     copies = [copy.copy(talk), copy.deepcopy(talk), talk]  # none rewrites the cache of another
     assert [each.generate(FIRST, 6, ignore_eos=True).tokens for each in copies] == [apart[0].tokens] * 3
+    with pytest.raises(TypeError, match=r"a Session cannot be pickled: .* Keep `tokens`"):
+        pickle.dumps(talk)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ SHAPES = (
     (1, 4096, 16384, 32, 8, 128, True),
     (3, 700, 1000, 8, 2, 64, True),
     (2, 64, 2048, 32, 8, 128, False),
+    (1, 2048, 8192, 16, 4, 256, True),
 )
 """Sequences, tokens of the block, slots before it, query heads, KV heads, head dim, whether slots have weights."""
 
@@ -36,7 +37,7 @@ In the last one, the block's first tokens see none of this device's slots.
 STRIPE = 16
 """Adjacent slots that are on the same device, if slots are sharded."""
 
-TUNED = ((64, 128, 2), (64, 64, 3), (64, 64, 5), (128, 64, 2))
+TUNED = ((64, 128, 2), (64, 64, 2), (64, 64, 3), (64, 64, 5), (128, 64, 2))
 """Queries per warpgroup, slots per tile, and tiles in flight."""
 
 SAMPLED = 40
@@ -57,7 +58,7 @@ def cases() -> Iterator[Case]:
             shape=f"B{rows} S{tokens} C{slots} N{heads} K{kv_heads} H{dim}" + ", weights" * weighted,
             dtype="bfloat16",
             inputs=partial(_inputs, rows, tokens, slots, heads, kv_heads, dim, weighted),
-            variants={"xla": partial(attend, implementation="xla"), "auto": attend, **_sized(dim**-0.5)},
+            variants={"xla": partial(attend, implementation="xla"), "auto": attend, **_sized(dim)},
             error=_error,
             tolerance=1e-2,
             bytes=4 * rows * (tokens * heads + (slots + tokens) * kv_heads) * dim,
@@ -180,8 +181,9 @@ def _part_error(inputs: tuple[Any, ...], found: Any) -> float:
     return max(float(off), _error(inputs, out))
 
 
-def _sized(scale: float) -> dict[str, Any]:
-    """Variants of the kernel for Hopper GPUs, one per block sizes."""
+def _sized(dim: int) -> dict[str, Any]:
+    """Variants of the kernel for Hopper GPUs, one per block sizes that fit."""
+    scale = dim**-0.5
 
     def variant(sizes: dict[str, int]) -> Any:
         def attend(q: Any, k: Any, v: Any, q_pos: Any, pos: Any, first: Any, own: Any, weight: Any = None) -> Any:
@@ -191,7 +193,8 @@ def _sized(scale: float) -> dict[str, Any]:
         return attend
 
     names = "rows", "slots", "stages"
-    sizes: list[dict[str, int]] = [dict(zip(names, each, strict=True)) for each in TUNED]
+    fit = [(rows, slots, stages) for rows, slots, stages in TUNED if dim * (rows + slots * stages) <= 48 * 1024]
+    sizes: list[dict[str, int]] = [dict(zip(names, each, strict=True)) for each in fit]
     return {"gpu " + " ".join(f"{name}={size}" for name, size in each.items()): variant(each) for each in sizes}
 
 

@@ -134,7 +134,9 @@ def _blocks(by: str | None) -> str:
     if by is None:
         return WHOLE
     return (
-        f"supported; {by.partition(', since ')[2]}" if by.startswith("nothing") else f"selects after each block by {by}"
+        f"supported; {by.partition(', since ')[2]}"
+        if by.startswith("nothing")
+        else f"compresses after each block, by {by}"
     )
 
 
@@ -189,7 +191,7 @@ def _costs(name: str) -> str:
     if speed := speed_tables.speed_of(name):
         parts += ["Time per token on an H200, Llama-3.1-8B's shape, random weights ([speed](/speed.md)):", speed]
     else:
-        parts.append("The time of a decoding step has no row for this policy in the [speed tables](/speed.md).")
+        parts.append("TPOT of this policy was not measured; [speed](/speed.md) has other policies.")
     return "\n\n".join(parts)
 
 
@@ -229,8 +231,10 @@ def _measured(name: str) -> str:
         ]
     if needles := tables.needles_of(name):
         parts += [
-            "Needles in 48 prompts of up to 8,192 tokens at a budget of 25 %, SmolLM2-135M-Instruct. The question is unknown during compression, or at "
-            "the end of the prompt. Perplexity is that of text after 48 passages of novels ([quality](/quality.md#reading-in-blocks)):",
+            "Share of 48 needles that are found in prompts of up to 8,192 tokens at a budget of 25 %, in percent, with "
+            "SmolLM2-135M-Instruct ([quality](/quality.md#reading-in-blocks)). *Question-aware*: the prompt ends with the question. "
+            "*Question-agnostic*: the question follows the compressed prompt. Perplexity is measured on the text that follows 48 "
+            "passages of novels:",
             needles,
         ]
     elif quality := tables.quality_of(name):

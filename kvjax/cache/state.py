@@ -242,7 +242,8 @@ def move_forward(
         live: which places are filled.
     """
     size = slot.shape[-1]
-    part = max(size // (2 if stores[0].size <= MOVED else 8), 16)  # sizes are multiples of 32
+    part = max(size // (2 if stores[0].size <= MOVED else 8), 16)
+    part = size if size % part else part  # engines round sizes up to multiples of 32; others move at once
 
     def move(i: Int[Array, ""], stores: tuple[Array, Array]) -> tuple[Array, Array]:
         def moved(x: Shaped[Array, "B K C H"]) -> Shaped[Array, "B K C H"]:

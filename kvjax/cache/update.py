@@ -116,12 +116,20 @@ def keep_slots(
     Returns:
         The cache, and the other arrays, with zeros in free slots.
 
+    Raises:
+        ValueError: `keep` or an array of `extra` does not have a value for each slot.
+
     Example:
-        >>> cache = kvjax.cache.from_prompt(spec, 32, prompt)
+        >>> cache = kvjax.cache.from_prompt(spec, 8, prompt)
         >>> cache, _ = kvjax.cache.keep_slots(cache, cache.pos >= 3)
         >>> cache.pos[0, 0, :4].tolist(), cache.next[0, 0].item()
         ([3, 4, 5, -1], 3)
     """
+    for name, x in ("keep", keep), *(("an array of `extra`", each) for each in extra):
+        if x.shape != cache.pos.shape:
+            raise ValueError(
+                f"{name} has shape {x.shape}, but the cache's slots are {cache.pos.shape}. Give [B, K, C]: a value for each slot."
+            )
     index, live = compact_indices(keep & cache.live, cache.pos.shape[-1])
 
     def moved(x: Shaped[Array, "B K C"], free: Any = 0) -> Array:

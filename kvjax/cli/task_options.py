@@ -154,7 +154,7 @@ def entries(outcome: "Outcome") -> dict[str, str]:
     """What a table says of a result, by column."""
     return {
         "Policy": outcome.policy,
-        "Budget": str(outcome.settings.get("budget")) if outcome.budget_applies else "does not apply",
+        "Budget": str(outcome.settings.get("budget", "its own")) if outcome.budget_applies else "does not apply",
         outcome.metric: value(outcome),
         "n": str(outcome.count),
         "Cache": console.size(round(outcome.cache_bytes)),

@@ -32,7 +32,8 @@ class Cell:
     """One entry of a comparison.
 
     Attributes:
-        target: the requested share of the full cache's bytes; None for a policy without a budget.
+        target: the requested share of the full cache's bytes; None for a policy without a budget, or with budgets of its
+            own.
         outcome: the policy's result.
 
     Example:
@@ -94,10 +95,10 @@ def compare(
 ) -> list[Cell]:
     """Measure every policy on every task, at budgets at which all policies hold the same bytes.
 
-    Policies of the same name are told apart by their hyperparameters, in tables and in the names of files.
+    Tables and file names identify policies of the same name by their hyperparameters.
 
     For each task and target, a policy gets the largest budget at which its caches hold at most that share of the full cache's bytes, on
-    average over the task's examples. Policies without a budget run once. Targets that lead to the same budget are measured once.
+    average over the task's examples. Policies without a budget, and `by_layer` with budgets of its own, run once. Targets that lead to the same budget are measured once.
     The full cache is the reference: it is added first if `policies` lacks it.
 
     Warns if a policy holds at least 10 % more or less than its target: it may hold more at every budget, or allocate slots in large
@@ -186,19 +187,26 @@ def markdown(cells: Sequence[Cell]) -> str:
         lines = [f"**{task}**: {metric}{deviation} (bytes held, as a share of the full cache's); {count}", ""]
         lines += [
             "| policy | "
-            + " | ".join("no budget" if target is None else f"{100 * target:g} %" for target in targets)
+            + " | ".join("result" if target is None else f"{100 * target:g} %" for target in targets)
             + " |"
         ]
         lines += ["| --- |" + " ---: |" * len(targets)]
         for policy in dict.fromkeys(cell.outcome.policy for cell in mine):
             found = [entries.get((policy, target), entries.get((policy, None))) for target in targets]
-            applies = any(cell.outcome.budget_applies for cell in found if cell is not None)
-            named = f"`{policy}`" + ("" if applies else " (no budget)")
+            notes = {_note(cell) for cell in found if cell is not None}
+            named = f"`{policy}`" + "".join(f" ({note})" for note in sorted(notes - {""}))
             lines += [f"| {named} | " + " | ".join("" if cell is None else entry(cell) for cell in found) + " |"]
         if not all(cell.on_target for cell in mine):
             lines += ["", f"\\* more than {100 * _TOLERANCE:g} % off the asked share of bytes"]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _note(cell: Cell) -> str:
+    """Why a policy has the same entry at every target; "" if it follows the target."""
+    if not cell.outcome.budget_applies:
+        return "no budget"
+    return "budgets of its own" if cell.target is None else ""
 
 
 def entry(cell: Cell) -> str:

@@ -5,10 +5,10 @@ import math
 from typing import Any
 
 from kvjax.config import AttentionConfig, DeltaNetConfig
-from kvjax.models.delta_net import CHUNK
 from kvjax.models.params import MLP
 from kvjax.models.sharding import bytes_per_device
 from kvjax.pallas_kernels import GroupedMatrix, is_quantized
+from kvjax.pallas_kernels.delta_rule.reference import CHUNK
 from kvjax.pallas_kernels.device import tpu_layout
 from kvjax.pallas_kernels.projection.api import MOST_SLICED
 from kvjax.policies.layer import CacheLayer, held_bytes

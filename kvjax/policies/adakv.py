@@ -33,7 +33,7 @@ class AdaKV(SnapKV):
     Attributes:
         budget: slots for the prompt in the average head, window included: tokens, or a fraction of prompt + new tokens.
         window, pool, kernel: see `SnapKV`.
-        alpha: α, the safeguard: guaranteed share of a head's equal part of the budget.
+        alpha: α, safeguard. Each head gets at least this share of what an equal division of the budget would give it.
 
     Example:
         >>> policy = kvjax.AdaKV(budget=64, window=16)

@@ -32,7 +32,7 @@ BLOCK = 256
 class AttentionMatching(PromptScorer):
     """Keep the most attended keys, and fit weights and values to them (Zweiger et al. 2026, by the published code).
 
-    After prefill, the model reads the prompt again, as for `KVzip`. The queries of this pass serve as reference
+    After prefill, the model processes the prompt again, as for `KVzip`. The queries of this pass serve as reference
     queries. All query heads of a KV head are pooled.
 
     1. Keys: keep those with the largest root mean square of their attention probabilities over the reference queries.

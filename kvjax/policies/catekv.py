@@ -207,8 +207,9 @@ class CateKV(Policy):
             paper's appendix prints budget / 128, which for LongBench is less than a chunk.)
         chunk: cs, tokens in a chunk.
         window: L_obs, number of the prompt's last queries that score the chunks.
-        order: "max_then_sum" (the published code) sums over queries each query's attention to a chunk's best token.
-            "sum_then_max" (Algorithm 1 as printed) takes the largest sum over queries of a chunk's tokens.
+        order: how a chunk is scored. "max_then_sum" (the published code) takes each query's maximum over the tokens of
+            the chunk, and sums over queries. "sum_then_max" (Algorithm 1 as printed) sums the attention to each token
+            over queries, and takes the maximum over tokens.
         profile: a `HeadProfile`, the path of one, or labels "consistent" and "adaptive" as [layer][head]. None uses the
             profile that comes with kvjax for the model.
         adaptive: another policy for adaptive heads, such as a sparse one. `eta` is then not used.
@@ -224,7 +225,7 @@ class CateKV(Policy):
     about: ClassVar[PolicyInfo] = PolicyInfo(
         name="catekv",
         paper="Jiang et al. 2025, CateKV: On Sequential Consistency for Long-Context LLM Inference Acceleration",
-        summary="in heads that look at the same tokens all along, only those; in the others most or all",
+        summary="few tokens in heads that attend to the same ones throughout, most or all in the other heads",
         memory="freed",
         stage="prompt",
         budget_excludes_new_tokens=True,

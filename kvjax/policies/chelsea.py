@@ -86,11 +86,12 @@ class Chelsea(Policy):
 
     Cosines of keys are compared in multiples of 2^-14 (6e-5, `kvjax.pallas_kernels.cluster_merging.RESOLUTION`). Among
     keys that are equally similar, the first are merged, so rounding does not decide. Clustering has no gradient. In
-    chunked prefill, each block is clustered after it is read, in rows that are then full.
+    chunked prefill, rows that are full after a block are clustered.
 
-    Outlier heads, whose keys are less similar, keep everything if the model has a profile that names them. The budget R
-    of the other heads pays for it: with a share f of outlier heads it is (R - f) / (1 - f) (appendix C.2). This holds
-    for fractional budgets. With a budget in tokens, which no head may exceed, every head is clustered.
+    Outlier heads, whose keys are less similar, keep everything if the model has a profile that names them. In return,
+    the other heads get a smaller budget. With a budget R and a share f of outlier heads, it is (R - f) / (1 - f)
+    (appendix C.2). This holds for fractional budgets. With a budget in tokens, which no head may exceed, every head is
+    clustered.
 
     Attributes:
         budget: B, slots in total: a number of tokens, or a fraction of prompt + new tokens.
@@ -102,11 +103,11 @@ class Chelsea(Policy):
         schedule: a ratio schedule of the paper: "llama-2", "llama-3", "qwen", or "constant".
         r_init, alpha, steps: parameters of a custom schedule. None takes the value of `schedule`.
         r_min: minimum ratio. The paper only requires that it exceed 0.
-        match: what edges compare: cosines of "rotated" keys (the paper's) or "unrotated" keys, or nearness of
-            "positions", which looks at no key.
-        merge: which keys a centroid is the mean of: "rotated" (the paper's), or "unrotated", whose mean is rotated to
-            the newest token's position. With "unrotated", each clustering rotates all keys back and forth, and rounds
-            them to the cache's dtype.
+        match: what makes two tokens similar: the cosine of their "rotated" keys (the paper's), that of their
+            "unrotated" keys, or the distance of their "positions", whatever the keys are.
+        merge: keys whose mean becomes the key of a centroid: "rotated" (the paper's) or "unrotated". The mean of
+            unrotated keys is rotated to the newest token's position. Each clustering then rotates all keys back and
+            forth, and rounds them to the cache's dtype.
         partition: how chunks are divided, see `kvjax.policies.families.soft_matching.Partition`. Other ways than
             "alternating" are for comparison. Clusters are then ordered by their newest tokens.
         outliers: whether outlier heads keep everything.

@@ -41,7 +41,7 @@ QUERIES = 128
 class KVzip(PromptScorer):
     """Keep what the model attends to when it is asked to repeat the prompt (Kim et al. 2025, by the published code).
 
-    After prefill, the model reads the prompt again in parts of `chunk` tokens. Each part is behind words that ask to
+    After prefill, the model processes the prompt again in parts of `chunk` tokens. Each part is behind words that ask to
     repeat it, while the whole prompt is in the cache. The score of a token of the part is the maximum attention
     probability that any query of that pass, of any query head in its group, gives to it. The softmax is over the first
     tokens, the part, and the tokens read now up to the query. Heads share a budget, so a head with high scores keeps

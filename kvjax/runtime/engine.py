@@ -440,12 +440,20 @@ class Engine:
             sampler, eos_ids: as for `prefill`.
 
         Returns:
-            The state, tokens and log-probabilities. Only the first columns are filled: as many as `state.steps` grew
-                by. The number of columns is `count`, rounded up to a multiple of `decoding.CHUNK`.
+            The state, tokens and log-probabilities. They have more columns than `count`, which is rounded up to a
+                multiple of 256 (`decoding.CHUNK`). Only the first columns are filled: as many as `state.steps` grew by.
 
         Raises:
             ValueError: the state is of another engine, or `count` is too large.
             RuntimeError: the state has been used up.
+
+        Example:
+            >>> engine = kvjax.Engine(params, "snapkv:window=8", 16, prompt_len=48, max_new_tokens=8)
+            >>> state, logprobs = engine.prefill([[5, 9, 2] * 16])
+            >>> before = int(state.steps)
+            >>> state, tokens, logprobs = engine.decode(state, 7)
+            >>> tokens.shape, tokens[:, : int(state.steps) - before].shape
+            ((1, 256), (1, 7))
         """
         self._check(state)
         left = whole("count", count, 0)

@@ -193,7 +193,7 @@ class Masked:
 
     Attributes:
         sampler: samples from the allowed tokens; the logits of the others are -inf.
-        allowed: bit i of number j of a row tells whether token 32 j + i is allowed. W = ceil(V / 32).
+        allowed: bit i of number j of a row is 1 if token 32 j + i is allowed. W = ceil(V / 32).
 
     Example:
         >>> from kvjax.runtime.sampling import Greedy, Masked

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +241,12 @@ class Session:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return self.fork()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Session cannot be pickled: its compiled programs and its cache belong to this process. Keep `tokens` or "
+            "`messages` and begin a new session with them, or keep the cache of a `kvjax.Engine` with `Engine.save`."
+        )
+
     @alone
     def read(self, text: Question) -> None:
         """Append text or token ids to the cache.
@@ -340,7 +346,7 @@ class Session:
     def stream(
         self, text: Question | None = None, max_new_tokens: int = 128, **options: Unpack[SessionOptions]
     ) -> Iterator[str]:
-        """Answer piece by piece: `chat(text)` for a chat, otherwise `generate(text)`. Without `text`, go on from here.
+        """Answer piece by piece: `chat(text)` for a chat, otherwise `generate(text)`. Without `text`, continue from here.
 
         The arguments are checked at once. Each piece is generated when it is asked for, so a stream that is left ends the
         answer there, and the session continues from there. The iterator returns the `Reply`, as the value of `yield

@@ -69,12 +69,14 @@ def expert_mlp(
         x: tokens.
         experts: each token's experts, all different. Those below 0, and E or more, are ignored.
         weights: factors of the experts' outputs.
-        gate, up: matrices [EF, D], expert after expert, outputs first.
+        gate, up: matrices [EF, D], expert after expert, outputs first. XLA computes quantised ones, except MXFP4 of up to 16
+            tokens.
         down: matrices [ED, F], expert after expert, outputs first.
-        biases: biases of the three projections, expert after expert. XLA computes this case.
+        biases: biases of the three projections, expert after expert. XLA computes this case for more than 16 tokens.
         norm: RMS norm of the tokens. A kernel that computes a single token divides by the root mean square after the
             products.
-        activation: "silu", "gelu_tanh" or "clamped_swiglu", see `kvjax.pallas_kernels.activations`. XLA computes the last.
+        activation: "silu", "gelu_tanh" or "clamped_swiglu", see `kvjax.pallas_kernels.activations`. XLA computes the last for
+            more than 16 tokens.
         total: number of experts of which the matrices have a part, in which case some of a token's experts are ignored.
             None if they have all.
         implementation: which implementation computes it, see `kvjax.pallas_kernels.op`.

@@ -41,7 +41,9 @@ def unsupported_reason(
     total: int | None,
 ) -> str | None:
     """Return why these kernels do not support a case, or None if they do."""
-    return unsupported(x, gate, up, down, biases, activation)
+    if biases is not None or activation not in ACTIVATIONS:
+        return f"the experts have biases, or the activation {activation}"
+    return unsupported(x, gate, up, down)
 
 
 def expert_mlp(

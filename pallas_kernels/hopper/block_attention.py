@@ -27,8 +27,14 @@ from ..prefill_attention.types import Run, Stripes
 from ..tuning import tuned
 from .wgmma import LOG2_E, along_rows, tiled, wgmma_unsupported
 
+DIMS = 64, 128, 256
+"""Head dims."""
+
 SIZES = {"rows": 64, "slots": 128, "stages": 2}
 """Default sizes, used where none were measured: queries per warpgroup, slots per tile, and tiles in flight."""
+
+WIDE_SIZES = {**SIZES, "slots": 64}
+"""The same for the largest head dim, of which more does not fit into shared memory."""
 
 WARPGROUPS = 2
 """Consumer warpgroups."""
@@ -38,7 +44,7 @@ def unsupported_reason(
     q: Array, k: Array, v: Array, q_pos: Array, pos: Array, weight: Array | None = None, **options: Any
 ) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
-    if reason := wgmma_unsupported(q, k):
+    if reason := wgmma_unsupported(q, k, DIMS):
         return reason
     if options.get("run") is None:
         return "slots are not in order of position"
@@ -105,7 +111,7 @@ def _over_slots(
     """Return the attended values and, if requested, the log-sum-exp [B, N, S]."""
     (_, size, heads, dim), (_, kv_heads, slots, _) = q.shape, k.shape
     case = {"queries": size, "slots": slots, "group": heads // kv_heads, "head_dim": dim}
-    sizes = sizes or tuned("block_attention", case, SIZES)
+    sizes = sizes or tuned("block_attention", case, WIDE_SIZES if dim == DIMS[-1] else SIZES)
     width = sizes["slots"]
     live = pos >= 0
     bias = jnp.where(live, 0.0 if weight is None else jnp.log2(jnp.maximum(weight, 1.0)), MASKED)

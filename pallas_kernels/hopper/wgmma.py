@@ -16,13 +16,13 @@ SWIZZLE = 128
 """Swizzle of shared memory, in bytes."""
 
 
-def wgmma_unsupported(q: Array, k: Array) -> str | None:
-    """Return why queries and keys cannot be multiplied with `wgmma`, or None if they can."""
+def wgmma_unsupported(q: Array, k: Array, dims: tuple[int, ...] = (64, 128)) -> str | None:
+    """Return why a kernel with `wgmma` for these head dims does not support queries and keys, or None if it does."""
     if not hopper():
         return "this program is not for a Hopper GPU"
     if q.dtype != k.dtype or k.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {q.dtype} and keys {k.dtype}"
-    return None if k.shape[-1] in (64, 128) else f"head dim {k.shape[-1]} is neither 64 nor 128"
+    return None if k.shape[-1] in dims else f"head dim {k.shape[-1]} is none of {', '.join(map(str, dims))}"
 
 
 def tiled(plgpu: Any) -> tuple[Any, ...]:

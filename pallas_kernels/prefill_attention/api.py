@@ -8,7 +8,9 @@ from ..op import Implementation, Op
 from ..sinks import with_sinks
 from .types import Run, Stripes
 
-_PREFILL = Op("prefill_attention", __name__, gpu=("cudnn",), tpu=("splash",), has_gradient=True)
+_PREFILL = Op(
+    "prefill_attention", __name__, gpu=("cudnn", ".hopper.prompt_attention"), tpu=("splash",), has_gradient=True
+)
 _BLOCK = Op(
     "block_attention",
     __name__,
@@ -38,10 +40,9 @@ def prefill_attention(
         k, v: keys (rotated) and values.
         scale: factor on the logits.
         window: if given, a token attends only to the latest `window` tokens, including itself.
-        sinks: logit of each query head's attention sink, which is in the denominator of every softmax (gpt-oss). cuDNN
-            does not support them.
-        implementation: "gpu" is cuDNN's flash attention, and "tpu" JAX's splash attention. "auto" picks the device's
-            one if it supports the case, else XLA.
+        sinks: logit of each query head's attention sink, which is in the denominator of every softmax (gpt-oss).
+        implementation: "gpu" is cuDNN's flash attention, with sinks a Pallas kernel for Hopper GPUs, and "tpu" is JAX's
+            splash attention. "auto" picks the device's one if it supports the case, else XLA.
         interpret: run the TPU kernel in interpret mode, on any device.
 
     Returns:

@@ -9,13 +9,19 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from ..device import hopper
+
 
 def unsupported_reason(q: Array, *_: Any, sinks: Array | None = None, **__: Any) -> str | None:
     """Return why cuDNN does not support a case, or None if it does."""
     if sinks is not None:
         return "there are attention sinks"
-    if q.dtype.itemsize != 2 or q.shape[-1] > 128 or q.shape[-1] % 8:
-        return f"cuDNN needs 16-bit types and a head dim up to 128, a multiple of 8; got {q.dtype} with head dim {q.shape[-1]}"
+    largest = 256 if hopper() else 128
+    if q.dtype.itemsize != 2 or q.shape[-1] > largest or q.shape[-1] % 8:
+        return (
+            f"cuDNN needs 16-bit types and a head dim up to {largest}, a multiple of 8; "
+            f"got {q.dtype} with head dim {q.shape[-1]}"
+        )
     return None
 
 

@@ -42,8 +42,8 @@ def unsupported_reason(x: Array, weights: Sequence[Matrix], **_: Any) -> str | N
         return reason
     if {x.dtype, *(w.dtype for w in weights if not isinstance(w, QuantizedMatrix))} != {jnp.dtype(jnp.bfloat16)}:
         return "not all arrays are bfloat16"
-    if x.shape[1] % 128:
-        return f"{x.shape[1]} inputs are not a multiple of 128"
+    if x.shape[1] % (128 if packed else 64):
+        return f"{x.shape[1]} inputs are not a multiple of {128 if packed else 64}"
     if any(w.shape[0] % 16 for w in weights):
         return f"{[w.shape[0] for w in weights]} outputs are not multiples of 16"
     return None
@@ -147,13 +147,18 @@ def _sizes(
     matrices at a time, and slows down with more than this in flight.
     """
     if normed and not gated:
-        sizes = {"outputs": 4, "inputs": dividing_block(depth, 1024), "warps": 4, "stages": 1, "units": 0}
+        sizes = {"outputs": 4, "inputs": _block(depth, 1024), "warps": 4, "stages": 1, "units": 0}
     else:
-        block = dividing_block(depth, 128 if gated else 256)
+        block = _block(depth, 128 if gated else 256)
         stages = 3 if gated else 5 if depth > 8192 else 4
         sizes = {"outputs": 16, "inputs": block, "warps": 1, "stages": stages, "units": 1}
     case = {"rows": rows, "inputs": depth, "outputs": sum(counts), "gated": gated, "kind": kind or "float"}
     return tuned("projection", case | {"group": group}, sizes)
+
+
+def _block(depth: int, most: int) -> int:
+    """Return how many inputs are read at a time: a divisor, or `most` with a mask if that would be less than 128."""
+    return dividing_block(depth, most) if depth % 128 == 0 else most
 
 
 def _body(
@@ -231,12 +236,12 @@ def _products(
     def step(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         sums, squares = carry
         at = pl.ds(i * inputs, inputs)
-        weights = [ref[pl.ds(first, outputs), at] for ref in weight_refs]
-        x = _rows(x_ref, at, padded)
+        weights = [_weights(ref, first, outputs, at) for ref in weight_refs]
+        x = _rows(x_ref, at, padded, masked=depth % inputs > 0)
         if gain_ref is not None:
             wide = x.astype(jnp.float32)
             squares += wide * wide
-            x = wide * (gain_ref[at].astype(jnp.float32) + (offset or 0.0))
+            x = wide * (_gain(gain_ref, at).astype(jnp.float32) + (offset or 0.0))
         if not units:
             x = x.astype(jnp.float32)
             return [total + w.astype(jnp.float32) * x for total, w in zip(sums, weights, strict=True)], squares
@@ -247,7 +252,7 @@ def _products(
 
     sums = [jnp.zeros((outputs, padded if units else inputs), jnp.float32) for _ in weight_refs]
     squares = jnp.zeros((padded, inputs) if gain_ref is not None else (), jnp.float32)
-    sums, squares = jax.lax.fori_loop(0, depth // inputs, step, (sums, squares))
+    sums, squares = jax.lax.fori_loop(0, pl.cdiv(depth, inputs), step, (sums, squares))
     if not units:
         sums = [jnp.sum(total, axis=1)[:, None] for total in sums]
     if gain_ref is None:
@@ -261,14 +266,33 @@ def _root(squares: Float[Array, "R I"], depth: int, eps: float | None) -> Float[
     return jax.lax.rsqrt(jnp.sum(squares, axis=1) / depth + eps)
 
 
-def _rows(x_ref: Any, at: Any, padded: int) -> Float[Array, "R I"]:
-    """Load some inputs of all rows, with zeros in padding rows."""
-    rows, size = x_ref.shape[0], at.size
-    if rows == padded:
+def _weights(ref: Any, first: Array, outputs: int, at: Any) -> Float[Array, "O I"]:
+    """Load weights of some outputs, with zeros for inputs that do not exist."""
+    depth = ref.shape[1]
+    if depth % at.size == 0:
+        return ref[pl.ds(first, outputs), at]
+    row = (first + jnp.arange(outputs, dtype=jnp.int32))[:, None]
+    column = at.start + jnp.arange(at.size, dtype=jnp.int32)[None]
+    inside = jnp.broadcast_to(column < depth, (outputs, at.size))
+    return backend.load(ref.at[row, column], mask=inside, other=jnp.zeros((), ref.dtype))
+
+
+def _gain(ref: Any, at: Any) -> Float[Array, " I"]:
+    """Load the gains of some inputs, with zeros for those that do not exist."""
+    if ref.shape[0] % at.size == 0:
+        return ref[at]
+    place = at.start + jnp.arange(at.size, dtype=jnp.int32)
+    return backend.load(ref.at[place], mask=place < ref.shape[0], other=jnp.zeros((), ref.dtype))
+
+
+def _rows(x_ref: Any, at: Any, padded: int, *, masked: bool = False) -> Float[Array, "R I"]:
+    """Load some inputs of all rows, with zeros in padding rows and, if masked, for inputs that do not exist."""
+    (rows, depth), size = x_ref.shape, at.size
+    if rows == padded and not masked:
         return x_ref[:, at]
     row = jnp.arange(padded, dtype=jnp.int32)[:, None]
     column = at.start + jnp.arange(size, dtype=jnp.int32)[None]
-    inside = jnp.broadcast_to(row < rows, (padded, size))
+    inside = jnp.broadcast_to((row < rows) & (column < depth) if masked else row < rows, (padded, size))
     return backend.load(x_ref.at[row, column], mask=inside, other=jnp.zeros((), x_ref.dtype))
 
 

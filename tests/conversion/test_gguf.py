@@ -494,6 +494,15 @@ def test_split_models(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"renamed.gguf: .* its name should end with -00001-of-00003.gguf"):
         load(renamed)
     renamed.rename(files[0])
+    swapped = files[0].rename(folder / "swapped.gguf")
+    files[1].rename(files[0])
+    swapped.rename(files[1])
+    for file, name, own in ((files[0], 1, 2), (files[1], 2, 1), (folder, 1, 2)):
+        with pytest.raises(CheckpointError, match=rf"its name says file {name} of 3, but its metadata says file {own}"):
+            load(file)
+    swapped = files[1].rename(folder / "swapped.gguf")
+    files[0].rename(files[1])
+    swapped.rename(files[0])
     last = files[2].read_bytes()
     files[2].write_bytes(files[1].read_bytes())
     with pytest.raises(CheckpointError, match=r"00003.*its metadata says file 2 of 3, but file 3 of 3 was expected"):

@@ -359,6 +359,9 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         CheckpointError, match="no such file or directory, and not a hub id, which looks like owner/name"
     ):
         load(tmp_path / "nothing")
+    for read in (load, describe):
+        with pytest.raises(ValueError, match='source="" is empty; give a path or a hub id, or None for the default'):
+            read("")
     write_hf(tmp_path)
     with pytest.raises(CheckpointError, match="give the directory that contains it"):
         load(tmp_path / "model.safetensors")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
+from kvjax.cli.task_options import entries
 from kvjax.evals import compare, measure
 from kvjax.evals.tasks import Inputs
 
@@ -63,3 +64,20 @@ def test_policies_that_differ_in_what_the_target_sets_have_rows_of_their_own(let
         cells = compare.compare(letters, policies, (0.4, 0.4), ["perplexity"], Inputs(text=text, lengths=(128,)))
     assert [cell.outcome.policy for cell in cells] == ["full", "streaming_llm:budget=64", "streaming_llm:budget=96"]
     assert cells[1].outcome.value == cells[2].outcome.value
+
+
+def test_policies_with_budgets_of_their_own_are_measured_once(letters, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijklm nopq " * 10)
+    inputs = Inputs(text=text, lengths=(128,))
+    count = letters.config.num_layers
+    policy = kvjax.by_layer([kvjax.StreamingLLM(budget=32)] * count)
+    full, cell = compare.compare(letters, [policy], (0.5, 0.9), ["perplexity"], inputs)
+    assert cell.target is None
+    assert cell.share < 0.6
+    assert entries(cell.outcome)["Budget"] == "its own"
+    assert entries(full.outcome)["Budget"] == "does not apply"
+    page = compare.markdown([full, cell])
+    assert "| policy | result |" in page
+    assert "| `full` (no budget) | " in page
+    assert f"| `by_layer(streaming_llm)` (budgets of its own) | {compare.entry(cell)} |" in page

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from arrays import to_jax
 
-from kvjax.pallas_kernels import Norm, best_experts, expert_mlp
+from kvjax.pallas_kernels import GroupedMatrix, Norm, best_experts, expert_mlp
+from kvjax.pallas_kernels.experts import few_pairs_pallas_triton as few_pairs
 from kvjax.pallas_kernels.experts import many_pairs_pallas_triton as many_pairs
-from kvjax.pallas_kernels.experts.tiles import tiles
+from kvjax.pallas_kernels.experts.tiles import Biases, tiles
 from kvjax.pallas_kernels.op import Unsupported
 
 EXPERTS, EACH, DIM, WIDTH = 6, 3, 64, 128
@@ -37,6 +38,61 @@ def expected(x, experts, weights, gate, up, down, activation):
                 rows, outputs = (slice(e * n, (e + 1) * n) for n in (WIDTH, DIM))
                 out[r] += weight * (down[outputs] @ (act(gate[rows] @ token) * (up[rows] @ token)))
     return out
+
+
+MXFP4_EXPERTS, MXFP4_DIM, MXFP4_WIDTH = 4, 2144, 32
+"""Rows of 67 groups, more than are read at a time, and no power of two."""
+
+
+def draw_mxfp4(tokens, seed=0, low=0, high=MXFP4_EXPERTS):
+    """Tokens, their experts between `low` and `high`, weights, matrices and biases."""
+    rng = np.random.default_rng(seed)
+    experts = np.stack([rng.permutation(np.arange(low, high))[:2] for _ in range(tokens)])
+    hidden, outputs = MXFP4_EXPERTS * MXFP4_WIDTH, MXFP4_EXPERTS * MXFP4_DIM
+    shapes = (hidden, MXFP4_DIM), (hidden, MXFP4_DIM), (outputs, MXFP4_WIDTH)
+    matrices = [
+        GroupedMatrix(
+            to_jax(rng.integers(0, 256, size=(rows, 16, columns // 32), dtype=np.uint8)),
+            to_jax(rng.integers(118, 124, size=(rows, columns // 32), dtype=np.uint8)),
+        )
+        for rows, columns in shapes
+    ]
+    x = to_jax(rng.normal(size=(tokens, MXFP4_DIM)), "bfloat16")
+    weights = to_jax(rng.random((tokens, 2)).astype(np.float32))
+    biases = Biases(*(to_jax(rng.normal(size=rows), "bfloat16") for rows, _ in shapes))
+    return x, to_jax(experts, "int32"), weights, *matrices, biases
+
+
+def expected_mxfp4(x, experts, weights, gate, up, down, biases, activation):
+    """Each token through each of its experts, whose matrices are dequantised in float64."""
+    gate, up, down = (unpacked(w).reshape(MXFP4_EXPERTS, -1, w.shape[1]) for w in (gate, up, down))
+    added = [
+        np.zeros((MXFP4_EXPERTS, 1)) if biases is None else np.asarray(b, np.float64).reshape(MXFP4_EXPERTS, -1)
+        for b in (biases or [None] * 3)
+    ]
+    x = np.asarray(x, np.float64)
+    out = np.zeros(x.shape)
+    for r, token in enumerate(x):
+        for e, weight in zip(np.asarray(experts[r]), np.asarray(weights[r]), strict=True):
+            if not 0 <= e < MXFP4_EXPERTS:
+                continue
+            g, u = gate[e] @ token + added[0][e], up[e] @ token + added[1][e]
+            if activation == "clamped_swiglu":
+                g, u = np.minimum(g, 7), np.clip(u, -7, 7)
+                h = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+            else:
+                h = g / (1 + np.exp(-g)) * u
+            out[r] += weight * (down[e] @ h + added[2][e])
+    return out
+
+
+def unpacked(matrix):
+    """The low half of byte m of a group is input m, and the high half input m + 16."""
+    codes, scale = np.asarray(matrix.levels), np.asarray(matrix.scale, np.float64)
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.concatenate([codes & 15, codes >> 4], axis=1)
+    numbers = np.where(codes < 8, 1, -1) * sizes[codes & 7] * 2 ** (scale - 127)[:, None]
+    return numbers.swapaxes(1, 2).reshape(len(codes), -1)
 
 
 def close(got, wanted):
@@ -97,6 +153,61 @@ def test_all_tokens_may_have_the_same_experts():
         x, experts, *rest = draw(tokens)
         same = to_jax(np.broadcast_to(np.array([4, 1, 2]), experts.shape), "int32")
         assert close(expert_mlp(x, same, *rest, implementation="gpu", interpret=True), expected(x, same, *rest, "silu"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "activation"),
+    [
+        (1, "clamped_swiglu"),
+        (3, "clamped_swiglu"),
+        *(pytest.param(n, a, marks=pytest.mark.slow) for n, a in ((1, "silu"), (3, "silu"), (16, "clamped_swiglu"))),
+    ],
+)
+def test_experts_in_mxfp4_by_definition(tokens, activation):
+    """With biases and without, and for a single token with its inputs in parts or whole."""
+    *given, biases = draw_mxfp4(tokens, seed=tokens)
+    for added in biases, None:
+        wanted = expected_mxfp4(*given, added, activation)
+        got = expert_mlp(*given, added, activation=activation, implementation="gpu", interpret=True)
+        assert got.dtype == np.float32
+        assert close(got, wanted)
+    if tokens == 1:
+        sizes = {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1}
+        options = {"norm": None, "activation": activation, "total": None, "interpret": True, "sizes": sizes}
+        assert close(few_pairs.expert_mlp(*given, **options), wanted)
+
+
+@pytest.mark.slow
+def test_tokens_of_experts_in_mxfp4_are_normed():
+    """Before they are brought into the order of the codes."""
+    for tokens in (1, 3):
+        x, *given = draw_mxfp4(tokens, seed=tokens)
+        gain = to_jax(np.linspace(0.5, 2, MXFP4_DIM), "bfloat16")
+        wide = np.asarray(x, np.float64)
+        normed = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 0.5) * np.asarray(gain, np.float64)
+        got = expert_mlp(x, *given, norm=Norm(gain, 0.5), implementation="gpu", interpret=True)
+        assert close(got, expected_mxfp4(normed, *given, "silu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_experts_in_mxfp4_of_other_devices_are_ignored(tokens):
+    """Those below 0, and those after the last; and all tokens may have the same expert."""
+    x, experts, *rest = draw_mxfp4(tokens, low=-3, high=MXFP4_EXPERTS + 3)
+    for chosen in experts, to_jax(np.broadcast_to(np.array([2, MXFP4_EXPERTS]), experts.shape), "int32"):
+        got = expert_mlp(x, chosen, *rest, total=10, implementation="gpu", interpret=True)
+        assert close(got, expected_mxfp4(x, chosen, *rest, "silu"))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_biases_of_experts_in_bfloat16(tokens):
+    """They are added to the rounded products, and to the outputs in float32."""
+    given = draw(tokens, seed=tokens)
+    rng = np.random.default_rng(tokens)
+    biases = Biases(*(to_jax(rng.normal(size=len(w)), "bfloat16") for w in given[3:]))
+    options = {"activation": "clamped_swiglu"}
+    got = expert_mlp(*given, biases, implementation="gpu", interpret=True, **options)
+    assert close(got, np.asarray(expert_mlp(*given, biases, implementation="xla", **options)))
 
 
 def test_parts_do_not_matter(monkeypatch):

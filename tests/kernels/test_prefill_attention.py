@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import to_jax
+from kernels.lowering import on
 
 from kvjax.pallas_kernels import Stripes, block_attention, partial_block_attention, prefill_attention
 from kvjax.pallas_kernels.op import Unsupported
-from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_tpu, reference
+from kvjax.pallas_kernels.prefill_attention import block_attention_pallas_mosaic_tpu, cudnn, reference
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 
@@ -83,6 +84,16 @@ def test_who_cannot_serve_says_why(implementation, length, says):
     x = to_jax(np.zeros((1, length, 1, 64)), jnp.float32)
     with pytest.raises(Unsupported, match=says):
         prefill_attention(x, x, x, scale=1.0, implementation=implementation, interpret=True)
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("NVIDIA H100 80GB HBM3", 256), ("NVIDIA A100-SXM4-80GB", 128)])
+def test_head_dims_of_cudnn(kind, largest):
+    """cuDNN has larger heads on Hopper GPUs."""
+    with on(kind):
+        for dim, supported in ((largest, True), (largest + 8, False)):
+            x = jnp.zeros((1, 4, 1, dim), jnp.bfloat16)
+            reason = cudnn.unsupported_reason(x, x, x)
+            assert reason is None if supported else f"up to {largest}" in str(reason)
 
 
 def block_case(seed, dtype, batch, size, slots, heads, kv_heads, dim):

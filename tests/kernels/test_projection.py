@@ -49,7 +49,14 @@ def by(request):
 
 
 # rows, inputs, outputs of each matrix
-CASES = [(1, 384, (32, 16, 16)), (3, 256, (48, 16)), (8, 128, (16,)), (16, 640, (32,))]
+CASES = [
+    (1, 384, (32, 16, 16)),
+    (3, 256, (48, 16)),
+    (8, 128, (16,)),
+    (16, 640, (32,)),
+    (1, 320, (32, 16)),
+    (3, 320, (16,)),
+]
 
 
 class TestProjection:
@@ -104,7 +111,7 @@ def test_xla_serves_any_shape_and_type():
     ("rows", "depth", "outputs", "dtype", "says"),
     [
         (17, 128, 16, "bfloat16", r"inputs have shape \(17, 128\), not \[B, D\] with up to 16 rows"),
-        (1, 96, 16, "bfloat16", "96 inputs are not a multiple of 128"),
+        (1, 96, 16, "bfloat16", "96 inputs are not a multiple of 64"),
         (1, 128, 24, "bfloat16", "24\\] outputs are not multiples of 16"),
         (1, 128, 16, "float32", "not all arrays are bfloat16"),
     ],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.lowering import on
 
 from kvjax.pallas_kernels import (
     attention_mass,
@@ -13,6 +14,7 @@ from kvjax.pallas_kernels import (
     window_scores,
 )
 from kvjax.pallas_kernels.op import Unsupported
+from kvjax.pallas_kernels.prefill_attention import api as prefill_api
 from kvjax.pallas_kernels.prefill_attention import reference
 
 SCALE = 0.3
@@ -147,3 +149,17 @@ def test_gradients_are_finite_where_nothing_is_attended_to() -> None:
     assert all(np.isfinite(x).all() for x in found)
     assert np.abs(found[3][:2]).min() > 0
     assert not np.any(found[3][2:])
+
+
+def test_prompts_have_a_kernel_on_hopper_gpus() -> None:
+    """Unless there is a window. `tests/device` compares it with float64."""
+    q, k, sinks = jnp.zeros((1, 8, 4, 64), jnp.bfloat16), jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.asarray(SINKS)
+    for kind, window, expected in (
+        ("NVIDIA H100 80GB HBM3", None, "prompt_attention"),
+        ("NVIDIA H100 80GB HBM3", 8, "prompt_attention"),
+        ("NVIDIA H100 80GB HBM3", 7, None),
+        ("NVIDIA A100-SXM4-80GB", None, None),
+    ):
+        with on(kind):
+            kernel = prefill_api._PREFILL.kernel(q, k, k, scale=1.0, window=window, sinks=sinks)
+        assert (kernel and kernel.__module__.rpartition(".")[2]) == expected

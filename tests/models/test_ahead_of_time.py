@@ -74,26 +74,17 @@ PROGRAMS = rows.serve, rows.insert
 
 CHEAPEST = ("windows", "v5e", None)
 
-SMALLER = ("windows", "v6e", None)
-TOO_HIGH = pytest.mark.xfail(
-    reason="the prediction is 20 % too high: for v6e, XLA holds less of the MLP's hidden units than for v5e"
-)
+TOO_HIGH = ("windows", "v6e", None)
+"""The prediction is that of v5e, where the program needs more. At the peak, both keep the MLP's gate and up projections. Beside
+these, XLA keeps five arrays of the size of the residual stream for v5e, and one for v6e.
+"""
 
 
 @pytest.mark.optimised
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     ("model", "chips", "block"),
-    [
-        pytest.param(
-            *case,
-            marks=[
-                pytest.mark.slow if case == CHEAPEST else pytest.mark.long,
-                *([TOO_HIGH] if case == SMALLER else []),
-            ],
-        )
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=pytest.mark.slow if case == CHEAPEST else pytest.mark.long) for case in CASES],
 )
 def test_programs_need_the_predicted_memory(model: str, chips: str, block: int | None) -> None:
     """Prefill, insertion into a running batch, and decoding. The last two write into the batch's memory.
@@ -121,5 +112,9 @@ def test_programs_need_the_predicted_memory(model: str, chips: str, block: int |
     own, more = (bytes_per_device(engine.weights) for engine in (one, deeper))
     others = 0 if batch.engine.shard.devices == 1 else (depth // config.num_layers - 1) * (more - own + held)
     predicted = own + held + cache_bytes(one)[0] + max(workspace(one, tpu=True))
-    assert predicted + others == pytest.approx(peak + others, rel=0.1)
     assert peak <= 1.1 * predicted
+    close = predicted + others == pytest.approx(peak + others, rel=0.1)
+    if (model, chips, block) == TOO_HIGH:
+        assert not close, "the prediction holds; remove TOO_HIGH"
+        pytest.xfail(f"predicted {predicted / 1e9:.2f} GB for a program that needs {peak / 1e9:.2f} GB")
+    assert close, (predicted, peak, others)

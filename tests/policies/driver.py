@@ -183,7 +183,9 @@ USUAL = {"sinks": 2, "block": 4, "window": 4, "chunk": 4, "recent": None, "every
 def _every_policy(budget: int | float, kind: type) -> tuple[Policy, ...]:
     made = []
     for name, cls in policies().items():
-        fields = {f.name for f in dataclasses.fields(cls)}
+        fields = {f.name: f.type for f in dataclasses.fields(cls)}
+        if kind is float and fields.get("budget") in (int, "int"):
+            continue  # a user's own policy that refuses fractions
         options = {k: v for k, v in USUAL.items() if k in fields} | facts_of(name).small
         if "budget" in fields:
             options["budget"] = budget

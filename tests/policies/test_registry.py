@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from policies import driver
 
 import kvjax
 from kvjax.cache import layer_specs
@@ -201,6 +202,13 @@ def test_ones_own_policy_is_checked_as_it_is_declared():
         get_policy(Whole(), budget=0.5)
     with pytest.raises(PolicyError, match=r"whole: budget=-1 is not valid\. Give a positive whole number"):
         Whole(budget=-1)
+
+
+def test_the_invariants_leave_out_fractions_that_a_policy_refuses(monkeypatch):
+    monkeypatch.setattr(driver, "policies", lambda: {"whole": Whole})
+    monkeypatch.setattr(driver, "get_policy", lambda _, **options: Whole(**options))
+    assert driver._every_policy.__wrapped__(0.5, float) == ()
+    assert driver._every_policy.__wrapped__(16, int) == (Whole(budget=16),)
 
 
 def test_a_fraction_of_slots_is_refused_with_what_to_do(tiny):
