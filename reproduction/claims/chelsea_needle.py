@@ -9,7 +9,7 @@ TITLE = "Chelsea: needles in a haystack"
 
 ABOUT = """\
 A sentence with a number is inserted in a book at depths from beginning to end. The question follows the prompt. As in the paper, all methods have a
-quarter of the cache. Chelsea has neither outlier heads nor a schedule: each clustering step merges away a quarter of the mergeable tokens."""
+quarter of the cache. Chelsea has neither outlier heads nor a schedule: each clustering step reduces the mergeable tokens by a quarter."""
 
 PLACE = "cache of 25 %"
 

@@ -219,8 +219,8 @@ def _paper(paper: str, found: _Found, timed: Mapping[str, Any]) -> str:
     parts = [
         f"# Claims of {PAPERS[paper]}\n",
         f"**{CONCLUSIONS[paper].replace('LEADERBOARD', '../leaderboard.md')}**\n",
-        f"The method: [{PAPERS[paper]}](../methods/{paper}.md). Rules, and claims that were not measured: "
-        "[checks of published claims](../reproduction.md).\n",
+        f"The method: [{PAPERS[paper]}](../methods/{paper}.md). [Checks of published claims](../reproduction.md) explains "
+        "the verdicts, and lists claims that were not measured.\n",
     ]
     for section, module in found.of(paper).items():
         there = [index for index, of in enumerate(found.rows) if section in of]
