@@ -34,7 +34,7 @@ def head_norms(
     Example:
         >>> q, k, norm = jnp.asarray([[[3.0, 4.0], [0.0, 2.0]]]), jnp.ones((1, 1, 2)), kvjax.pallas_kernels.Norm(jnp.ones(2), 0.0)
         >>> q, k = kvjax.pallas_kernels.head_norms(q, k, norm, norm)
-        >>> jnp.round(q * 12.5**0.5, 3).tolist()[0][0], k.tolist()
+        >>> [round(x, 3) for x in (q[0, 0] * 12.5**0.5).tolist()], k.tolist()
         ([3.0, 4.0], [[[1.0, 1.0]]])
     """
     return _OP(q, k, q_norm, k_norm, implementation=implementation, interpret=interpret)
