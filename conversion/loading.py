@@ -41,7 +41,7 @@ def load(
     """Load a model. Tensors stream from the file to the device one at a time.
 
     Args:
-        source: where the model is. None is the default model, as is its name "SmolLM2-135M-Instruct" in any case.
+        source: where the model is. None is the default model, as is its name "SmolLM2-135M-Instruct" (any letter case).
             Otherwise give a Hugging Face directory or hub id (``owner/name``), a GGUF file, or a directory that
             `convert` or `save` wrote. Of a split GGUF model, give the first file.
         dtype: type of parameters, activations and cache: float32, bfloat16 or float16. The default is float32 on CPU

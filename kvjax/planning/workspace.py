@@ -84,7 +84,8 @@ def _mixer_bytes(mixer: AttentionConfig | DeltaNetConfig, itemsize: int, tpu: bo
 
     An attention layer has queries, keys, values and gates, twice. A gated delta net computes all chunks at once, in
     float32. For each value head, that is queries, keys, right-hand sides and solutions of the triangular systems (each
-    as wide as a key and a value), and two matrices with a column for each token of the chunk. TPUs pad them to 128.
+    as wide as a key and a value), and two matrices with a column for each token of the chunk. TPUs pad them to 128. The
+    GPU kernels need less.
     """
     if isinstance(mixer, DeltaNetConfig):
         columns = max(CHUNK, 128) if tpu else CHUNK

@@ -51,7 +51,7 @@ def delta_rule(
     size = q.shape[1]
     case = {"rows": len(q), "heads": v.shape[2], "key_dim": q.shape[-1], "value_dim": v.shape[-1]}
     default = {"columns": 32, "solver_warps": 4, "warps": 4, "stages": 2}
-    sizes = {**default, **(sizes or tuned("delta_rule", case, default))}
+    sizes = dict(sizes or tuned("delta_rule", case, default))
     sizes["columns"] = min(sizes["columns"], v.shape[-1])
     given = [jnp.pad(x, [(0, 0), (0, -size % CHUNK)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v, log_decay, rate)]
     out, memory = _call(*given, memory, interpret=interpret, **sizes)

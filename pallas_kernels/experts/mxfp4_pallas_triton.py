@@ -2,14 +2,15 @@
 
 A matrix has its codes by members of groups: the 16 bytes of a group are as far apart as there are groups. A step of the
 loop reads some members of all groups, which are adjacent. The next step reads other members of the same groups, so that
-each thread keeps its scales in registers. What is no power of two is cut into spans, of which the last is masked.
+each thread keeps its scales in registers. Columns whose number is no power of two are cut into spans. The last span is
+masked.
 
 Codes are placed where exponent and fraction of a float begin, from the right. This gives e2m1 numbers times a constant
 power of two, also where their exponent is zero, since floats without an exponent are subnormal. A factor makes them
 weights, and the matrix units multiply.
 
-The matrix units multiply at least eight rows. For a single row, these are parts of its inputs, each of which meets
-another copy of the outputs, so that more programs' threads read at a time.
+The matrix units multiply at least eight rows. For a single row, these are parts of its inputs. Each part is multiplied by
+its own copy of the outputs, so that more threads read at a time.
 """
 
 from collections.abc import Callable, Sequence

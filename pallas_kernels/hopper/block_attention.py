@@ -34,7 +34,7 @@ SIZES = {"rows": 64, "slots": 128, "stages": 2}
 """Default sizes, used where none were measured: queries per warpgroup, slots per tile, and tiles in flight."""
 
 WIDE_SIZES = {**SIZES, "slots": 64}
-"""The same for the largest head dim, of which more does not fit into shared memory."""
+"""The same for the largest head dim. Larger tiles do not fit into shared memory."""
 
 WARPGROUPS = 2
 """Consumer warpgroups."""
