@@ -9,7 +9,10 @@ mxfp4`, the experts of kvjax are in MXFP4. Both programs get lists of token ids,
 after the other on one machine, so that each has the GPU to itself.
 
 TTFT is the wall clock of a call for one token. TPOT is (t(513) - t(1)) / 512, where t(n) is the wall clock of a call for
-n tokens. Each t is the median of 5 calls after one that is not counted.
+n tokens. Each t is the median of `--calls` calls after one that is not counted.
+
+With `--compiled`, kvjax' calls use programs that `kvjax.aot_compile` makes once for a case. Of both programs, only the
+first call of a case is not counted, so that a case takes half as long.
 
 `bound_ms` is the bandwidth bound of a step with the full cache. Of a mixture of experts it assumes a random router. With
 `--count-experts`, a run of its own generates the tokens of the timed calls again. It counts the distinct experts that
@@ -33,9 +36,6 @@ import numpy as np
 from benchmarks import report
 from kvjax.config import PRESETS, ModelConfig
 
-CALLS = 5
-"""Timed calls of each length, after one that is not timed."""
-
 NEW = 513
 """Tokens of a long call."""
 
@@ -54,6 +54,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--memory", type=float, default=0.92, help="share of the GPU's memory that vLLM takes")
+    parser.add_argument(
+        "--calls",
+        default="5",
+        help="timed calls of each length: one number, or one for each case (default: %(default)s)",
+    )
+    parser.add_argument("--compiled", action="store_true", help="compile once for both lengths")
     parser.add_argument("--first-only", action="store_true", help="measure no TPOT")
     parser.add_argument("--count-experts", action="store_true", help="of the steps of a call, instead of times")
     parser.add_argument("--out", type=Path, help="result file of kvjax; printed alone if not given")
@@ -67,13 +73,16 @@ def main() -> None:
     if args.layers is not None:
         config = config.with_depth(args.layers)
     sizes = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    calls = list(map(int, args.calls.split(",")))
+    if len(calls) not in (1, len(sizes)) or min(calls) < 1:
+        parser.error(f"--calls is one positive number or {len(sizes)}, one for each case, not {args.calls!r}")
     if args.program == "vllm":
         generate, about = vllm(config, max(prompt for prompt, _ in sizes) + NEW, args.devices, args.memory)
         programs = iter([("full", generate, about)])
     else:
         programs = _kvjax(config, args)
     for policy, generate, about in programs:
-        for prompt, rows in sizes:
+        for (prompt, rows), count in zip(sizes, calls * (len(sizes) // len(calls)), strict=True):
             random = np.random.default_rng(0)
             prompts = [random.integers(0, config.vocab_size - 300, prompt).tolist() for _ in range(rows)]
             row: dict[str, Any] = {
@@ -90,7 +99,7 @@ def main() -> None:
                 if args.count_experts:
                     row |= _experts_read(config, generate, prompts, row["device"], args.weights)
                 else:
-                    row |= _times(generate, prompts, first_only=args.first_only)
+                    row |= _times(generate, prompts, count, args)
                     if not args.first_only and policy == "full" and args.devices == 1:
                         row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"], args.weights)
             except Exception as error:
@@ -105,21 +114,28 @@ def main() -> None:
                 _keep(args.out, json.loads(line))
 
 
-def _times(generate: Generate, prompts: list[list[int]], *, first_only: bool) -> dict[str, Any]:
+def _times(generate: Generate, prompts: list[list[int]], calls: int, args: argparse.Namespace) -> dict[str, Any]:
     """Columns of a case: times of calls, and what they give."""
-    first = _seconds(generate, prompts, 1)
+    first = _seconds(generate, prompts, 1, calls)
     found = {"ttft_s": statistics.median(first), "calls_1": first}
-    if first_only:
+    if args.first_only:
         return found
-    long = _seconds(generate, prompts, NEW)
+    long = _seconds(generate, prompts, NEW, calls, compiles=not args.compiled)
     return found | {"calls_513": long, "tpot_ms": 1e3 * (statistics.median(long) - found["ttft_s"]) / (NEW - 1)}
 
 
-def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> list[float]:
-    """Wall clock of each call."""
-    generate(prompts, new)
+def _seconds(
+    generate: Generate, prompts: list[list[int]], new: int, calls: int, *, compiles: bool = True
+) -> list[float]:
+    """Wall clock of each call.
+
+    Args:
+        compiles: whether a call with this number of new tokens may compile, so that the first one is not counted.
+    """
+    if compiles:
+        generate(prompts, new)
     times = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         start = time.perf_counter()
         generate(prompts, new)
         times.append(time.perf_counter() - start)
@@ -184,14 +200,25 @@ def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str,
     params = init_on(get_shard(mesh, config), config, random_key(0), "bfloat16", args.weights)
     about = {"program": "kvjax", "version": kvjax.__version__, "jax": jax.__version__, "devices": args.devices}
     for policy in args.policies.split(","):
+        compiled: dict[tuple[int, int], Any] = {}  # by rows and prompt tokens, only the latest
 
-        def generate(prompts: list[list[int]], new: int, policy: str = policy) -> None:
+        def generate(prompts: list[list[int]], new: int, policy: str = policy, compiled: Any = compiled) -> None:
             given: Any = prompts if len(prompts) > 1 else prompts[0]
-            found = kvjax.generate(params, given, policy, max_new_tokens=new, ignore_eos=True, mesh=mesh)
+            options: Any = {"ignore_eos": True, "mesh": mesh}
+            if not args.compiled:
+                found = kvjax.generate(params, given, policy, max_new_tokens=new, **options)
+            else:
+                size = len(prompts), len(prompts[0])
+                if size not in compiled:
+                    compiled.clear()
+                    compiled[size] = kvjax.aot_compile(
+                        params, policy, batch=size[0], prompt_len=size[1], max_new_tokens=NEW, **options
+                    )
+                found = compiled[size].generate(params, given, new)
             for each in found if isinstance(found, list) else [found]:
                 assert len(each.tokens) == new, (len(each.tokens), new)
 
-        yield policy, generate, about | {"device": jax.devices()[0].device_kind}
+        yield policy, generate, about | {"device": jax.devices()[0].device_kind, "compiled": args.compiled}
 
 
 def vllm(config: ModelConfig, longest: int, devices: int, memory: float = 0.92) -> tuple[Generate, dict[str, Any]]:

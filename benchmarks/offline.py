@@ -1,10 +1,12 @@
 """Measure lists of prompts: batches that start and stop together beside a running batch, many rows beside one, long prompts beside short ones.
 
     python -m benchmarks.offline schedule --model MODEL --data gsm8k/test.jsonl --problems 500 --rows 64
+    python -m benchmarks.offline ruler --model MODEL --text BOOK --problems 20 --rows 20
     python -m benchmarks.offline rows --model MODEL --data gsm8k/test.jsonl --problems 200 --rows 1,64 --dtype float32
     python -m benchmarks.offline lists --shape llama-3.1-8b --policies full,treekv:0.25
 
-`schedule` and `rows` answer problems of GSM8K without worked examples. They list each answer that differs, with the index of its first
+`schedule` and `rows` answer problems of GSM8K without worked examples. `ruler` answers RULER's tasks at 4,096 tokens, as many examples of
+each, in one list, and in batches of one task that start and stop together. They list each answer that differs, with the index of its first
 differing token, and by how much the log-probabilities of the two tokens differ there. `lists` has one prompt of 60,000 tokens and 500 of 500,
 with answers of 64 tokens, in one list and in two. Seconds do not include compilation.
 """
@@ -23,6 +25,7 @@ from kvjax import Generation
 from kvjax._util.randomness import random_key
 from kvjax.config import PRESETS
 from kvjax.evals import Example
+from kvjax.evals.ruler import TASKS
 from kvjax.evals.tasks import Inputs, make_task
 from kvjax.models import Params, init
 from kvjax.runtime import generation, many
@@ -134,6 +137,48 @@ def schedule(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def ruler(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """RULER's tasks in batches that start and stop together beside a running batch of as many rows."""
+    params = kvjax.load(args.model, dtype=args.dtype)
+    form, rows = models.chat_format(params), int(args.rows)
+    inputs = Inputs(text=args.text, samples=args.problems, seed=0)
+    names = [name for name in TASKS if not name.startswith("qa")]  # which need files of questions
+    tasks = [make_task(name, inputs, params.config.context_length) for name in names]
+    asked = [(task, list(task.examples(form))) for task in tasks]
+    prompts = [[context + question for context, question in map(form.encode, examples)] for _, examples in asked]
+    new = [examples[0].max_new_tokens for _, examples in asked]
+    each = [count for count, examples in zip(new, asked, strict=True) for _ in examples[1]]
+    row: dict[str, Any] = {}
+    for _ in range(2):  # the first time compiles
+        answers, seconds, delivered = running(
+            params, [ids for task in prompts for ids in task], rows, policy=args.policies, max_new_tokens=each
+        )
+        statics, static_seconds = [], 0.0
+        for task, count in zip(prompts, new, strict=True):
+            part, taken = together(params, task, rows, policy=args.policies, max_new_tokens=count)
+            statics, static_seconds = statics + part, static_seconds + taken
+        scores = [
+            [accuracy(task, examples, found[at : at + len(examples)]) for found in (answers, statics)]
+            for at, (task, examples) in zip(np.cumsum([0, *map(len, prompts[:-1])]), asked, strict=True)
+        ]
+        mean, static_mean = np.mean(scores, axis=0).tolist()
+        row = {
+            "workload": f"ruler {len(names)} x {args.problems}",
+            "model": models.named(args.model),
+            "policy": args.policies,
+            "rows": rows,
+            "running_s": seconds,
+            "together_s": static_seconds,
+            "ratio": seconds / static_seconds,
+            "delivered": delivered,
+            "accuracy": mean,
+            "accuracy_together": static_mean,
+            "differing": differing(answers, statics),
+        }
+        print({name: value for name, value in row.items() if name != "differing"}, len(row["differing"]), flush=True)
+    return [row]
+
+
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same problems with different numbers of rows."""
     params = kvjax.load(args.model, dtype=args.dtype)
@@ -191,19 +236,22 @@ def lists(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, and add the rows to the result file."""
     parser = models.parser(__doc__, "bfloat16")
-    parser.add_argument("what", choices=("schedule", "rows", "lists"))
+    parser.add_argument("what", choices=("schedule", "ruler", "rows", "lists"))
     parser.add_argument(
         "--shape", default="llama-3.1-8b", choices=sorted(PRESETS), help="of the random weights of `lists`"
     )
     parser.add_argument("--policies", default="full", help="one policy; `lists` takes several, separated by commas")
     parser.add_argument("--data", type=Path, default=models.SHARED / "tasks/gsm8k/test.jsonl", help="problems")
-    parser.add_argument("--problems", type=int, default=COUNT, help="number of problems, or of short prompts")
+    parser.add_argument("--text", type=Path, default=models.BOOK, help="text in which RULER hides needles")
+    parser.add_argument(
+        "--problems", type=int, default=COUNT, help="number of problems, of examples of a task, or of short prompts"
+    )
     parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompt")
     parser.add_argument("--new-tokens", type=int, default=512, help="of an answer to a problem")
     parser.add_argument("--rows", default="64", help="rows of a batch; `rows` takes several, separated by commas")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    found = {"schedule": schedule, "rows": rows, "lists": lists}[args.what](args)
+    found = {"schedule": schedule, "ruler": ruler, "rows": rows, "lists": lists}[args.what](args)
     out = args.out or Path(f"benchmarks/results/offline-{report.device_slug()}.json")
     header, before = report.begun(out, report.header())
     same = {row["workload"] for row in found}

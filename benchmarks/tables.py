@@ -74,30 +74,14 @@ def speed() -> str:
     return report.table(["policy", *(_case(context, batch) for batch, context in cases)], lines)
 
 
-HEADLINE = "full", "treekv:0.2", "chunkkv:0.2", "chelsea:0.2", "clusterkv:1024", "quest:1024"
-"""Policies of `headline`."""
-
-
-def headline() -> str:
-    """TPOT of a few policies at 16k × 1 and 64k × 8, and how many times as fast as the full cache each is."""
-    cases = (16384, 1), (65536, 8)
-    found = {(_name(row), row["context"], row["batch"]): row["tpot_ms"] for row in reversed(decoded("kvjax"))}
-    lines = []
-    for policy in HEADLINE:
-        times = [found[policy, *case] for case in cases]
-        gains = [found["full", *case] / time for case, time in zip(cases, times, strict=True)]
-        cells = (f"{time:.2f} ms ({gain:.2f} ×)" for time, gain in zip(times, gains, strict=True))
-        lines.append([f"`{policy}`", *cells])
-    return report.table(["policy", *(f"{context // 1024}k, batch {batch}" for context, batch in cases)], lines)
-
-
 def beside_vllm() -> str:
-    """A sentence and a table: TPOT and requests per second of kvjax and vLLM. Empty if vLLM was not measured.
+    """A conclusion and a table: TPOT and requests per second of kvjax and vLLM, and how many times as fast as vLLM each is.
 
-    Only rows of the machine, shape and depth that vLLM's latest row has.
+    Empty if vLLM was not measured. Only rows of the machine, shape and depth that vLLM's latest row has.
     """
-    tokens = [row for row in rows("first-token-h100.json") if "tpot_ms" in row]
-    equal = [row for row in rows("throughput-h100.json") if row["workload"].startswith("same ")]
+    names = "h100", "h200"
+    tokens = [row for name in names for row in rows(f"first-token-{name}.json") if "tpot_ms" in row]
+    equal = [row for name in names for row in rows(f"throughput-{name}.json") if row["workload"].startswith("same ")]
     theirs = sorted((row for row in (*tokens, *equal) if row["program"] == "vllm"), key=lambda row: row["date"])
     if not theirs:
         return ""
@@ -106,31 +90,31 @@ def beside_vllm() -> str:
         [row for row in group if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))]
         for group in (tokens, equal)
     )
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    cases = {}  # columns, and what they are sorted by
+    rates: dict[tuple[str, str], dict[str, float]] = {}  # tokens or requests per second, by program, policy and column
     for row in tokens:
-        case = f"{_case(row['prompt'], row['rows'])}, ms"
-        cases[case] = row["rows"], row["prompt"]
-        cells.setdefault((row["program"], row["policy"]), {})[case] = f"{row['tpot_ms']:.2f}"
+        case = f"{row['prompt'] // 1024}k, batch {row['rows']}"
+        rates.setdefault((row["program"], row["policy"]), {})[case] = 1e3 / row["tpot_ms"]
     for row in equal:
         count = int(row["workload"].split()[1].split(",")[0])
-        case = f"{_workload(row)}, requests/s"
-        cases[case] = count, 0
-        cells.setdefault((row["program"], row["policy"]), {})[case] = f"{count / row['seconds']:.2f}"
-    columns = sorted(cases, key=lambda case: (case.endswith("/s"), cases[case]))
-    lines = [
-        [
-            program if program == "kvjax" else f"vLLM {latest['version']}",
-            f"`{policy}`",
-            *(found.get(case, "") for case in columns),
-        ]
-        for (program, policy), found in sorted(cells.items(), key=lambda each: each[0][0] != "vllm")
+        rates.setdefault((row["program"], row["policy"]), {})[_workload(row)] = count / row["seconds"]
+    base = rates["vllm", latest["policy"]]
+    lines = []
+    for (program, policy), found in sorted(rates.items(), key=lambda each: each[0][0] != "vllm"):
+        cells = []
+        for case, theirs_rate in base.items():
+            rate = found.get(case)
+            shown = "" if rate is None else f"{1e3 / rate:.2f} ms" if "batch" in case else f"{rate:.2f} requests/s"
+            cells.append(shown if rate is None or program == "vllm" else f"{shown} ({rate / theirs_rate:.2f} ×)")
+        lines.append([program if program == "kvjax" else f"vLLM {latest['version']}", f"`{policy}`", *cells])
+    gains = [
+        found[LONG] / base[LONG] for (_, policy), found in rates.items() if policy.endswith(":0.2") and LONG in found
     ]
-    sentence = (
-        f"**Beside vLLM on one {latest['device']}, `{latest['shape']}`**, each with the GPU to itself: milliseconds per token by context × batch, and "
-        "requests per second of equal requests (prompt + new tokens), which are all there at the start."
-    )
-    return f"{sentence}\n\n{report.table(['program', 'policy', *columns], lines, 'llr')}"
+    conclusion = f"**At 64k tokens and batch size 8, a 20 % cache decodes {min(gains):.1f} to {max(gains):.1f} times as fast as vLLM.**"
+    return f"{conclusion}\n\n{report.table(['program', 'policy', *base], lines, 'llr')}"
+
+
+LONG = "64k, batch 8"
+"""The column of `beside_vllm` that its conclusion is about."""
 
 
 def first_token() -> str:
