@@ -136,11 +136,18 @@ def test_one_row_that_does_not_fit_is_refused_before_it_runs(tiny, monkeypatch):
         kvjax.generate(tiny, prompts(3), max_new_tokens=[1, 2, 3])
 
 
-def test_one_long_prompt_does_not_take_the_room_of_short_ones(tiny, monkeypatch):
-    """Sizes that differ much are batches of their own where rows are few."""
+@pytest.mark.parametrize(
+    ("beside", "block", "batches"),
+    [(1, None, [10, 1]), (40, None, [10, 1]), (40, 32, [11])],
+    ids=["room", "padding", "fit"],
+)
+def test_one_long_prompt_takes_neither_room_nor_time_of_short_ones(beside, block, batches, tiny, monkeypatch):
+    """Sizes that differ much are batches of their own where rows are few, or where short prompts would be padded."""
     monkeypatch.setattr(many, "MOST_ROWS", 64)
     monkeypatch.setattr(many, "APART", 1)
-    monkeypatch.setattr(many, "_fits", lambda run, part, rows: 40 if max(len(row.prompt) for row in rows) < 40 else 1)
+    monkeypatch.setattr(
+        many, "_fits", lambda run, part, rows: 40 if max(len(row.prompt) for row in rows) < 40 else beside
+    )
     made = []
     real = Batch.__init__
 
@@ -150,9 +157,9 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(tiny, monkeypatch)
 
     monkeypatch.setattr(Batch, "__init__", noted)
     given = [[1] * 200, *prompts(10, longest=20)]
-    got = kvjax.generate(tiny, given, max_new_tokens=[4] * 10 + [5], ignore_eos=True)
-    assert [rows for rows, _ in made] == [10, 1]
-    assert max(len_ for _, len_ in made[:1]) < 40
+    got = kvjax.generate(tiny, given, max_new_tokens=[4] * 10 + [5], prefill_block=block, ignore_eos=True)
+    assert [rows for rows, _ in made] == batches
+    assert [longest < 40 for _, longest in made] == [True, False][-len(batches) :]
     assert [len(result.tokens) for result in got] == [4] * 10 + [5]
 
 

@@ -127,6 +127,12 @@ class Call(NamedTuple):
     tops: Any = None
 
 
+def default_read_sizes(longest: int) -> list[int]:
+    """The lengths in tokens that whole prompts are padded to, where the longest has `longest` tokens."""
+    parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
+    return sorted({min(size, longest) for size in parts})
+
+
 class Batch:
     """A running batch.
 
@@ -236,8 +242,9 @@ class Batch:
         self.prefixes, self._fractions = Prefixes(prefixes, prefix_host_bytes), has_fractions(self.policy)
         self.reused = 0
         longest = self.reader[0].prompt_len
-        parts = (-(-longest * part // (8 * LEAST_READ)) * LEAST_READ for part in READ_PARTS)
-        self.read_sizes = sorted({min(size, longest) for size in (*(read_sizes or parts), longest)})
+        self.read_sizes = sorted(
+            {min(size, longest) for size in (*(read_sizes or default_read_sizes(longest)), longest)}
+        )
         self.read_tokens = 0 if self.engine.block else read_together
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.filesize import decimal
 
@@ -18,7 +19,7 @@ from kvjax.models.sharding import along_data, bytes_per_device
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
 from kvjax.policies import Policy, PolicyError
 from kvjax.policies.unbound import check_no_host_cache
-from kvjax.runtime.batch import Batch, Job, tokens_together
+from kvjax.runtime.batch import Batch, Job, default_read_sizes, tokens_together
 from kvjax.runtime.kept_state import kept
 from kvjax.runtime.memory import memory_limit
 from kvjax.runtime.reading import rows_together
@@ -48,7 +49,12 @@ STEPS = 16
 """Decode steps of a call. Where texts end at strings, which the host finds, it is half of it."""
 
 APART = 4
-"""Prompts whose lengths differ by this factor are in different batches, if together fewer rows would fit."""
+"""Prompts whose lengths differ by this factor are in different batches, if together fewer rows would fit, or with `PADDED`."""
+
+PADDED = 1.25
+"""They are so as well if padding would make them this many times as long together, since prompts are padded to lengths that
+follow from the longest one.
+"""
 
 JOBS = 8
 """Maximum number of programs that are compiled at a time."""
@@ -193,7 +199,7 @@ def _job(row: Row) -> Job:
 def _groups(run: Run, part: Part) -> list[list[int]]:
     """Indices of sequences that share a batch, those with short prompts first.
 
-    All are one batch unless a batch for the longest prompts has too few rows for the others.
+    All are one batch unless a batch for the longest prompts has too few rows for the others, or pads them too much.
     """
     order = sorted(range(len(run.rows)), key=lambda i: len(run.rows[i].prompt))
     groups: list[list[int]] = []
@@ -205,7 +211,9 @@ def _groups(run: Run, part: Part) -> list[list[int]]:
     joined = [groups[0]]
     for group in groups[1:]:
         both = joined[-1] + group
-        if _fits(run, part, [run.rows[i] for i in both]) >= min(len(both), MOST_ROWS // 8):
+        first, second, rows = ([run.rows[i] for i in each] for each in (joined[-1], group, both))
+        short_enough = _padded(run, rows) <= PADDED * (_padded(run, first) + _padded(run, second))
+        if short_enough and _fits(run, part, rows) >= min(len(rows), MOST_ROWS // 8):
             joined[-1] = both
         else:
             joined.append(group)
@@ -221,12 +229,25 @@ def _fits(run: Run, part: Part, rows: Sequence[Row]) -> int:
     return max(int(free // _batch(run, part, rows, 1).row_bytes) - 1, 0)
 
 
-def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
-    """A batch of `count` rows for these sequences."""
+def _lengths(run: Run, rows: Sequence[Row]) -> tuple[int, int]:
+    """Maximum lengths in tokens that a batch for these sequences has: of a prompt, and of what follows it."""
     new = max(len(row.question) + row.request.max_new_tokens for row in rows) + run.room
     longest = max(len(row.prompt) for row in rows)
-    if run.max_total_tokens is not None:
-        longest = max(run.max_total_tokens - new, longest)
+    return longest if run.max_total_tokens is None else max(run.max_total_tokens - new, longest), new
+
+
+def _padded(run: Run, rows: Sequence[Row]) -> int:
+    """Number of tokens that prefill processes for these sequences in one batch, padding included."""
+    lengths = sorted(len(row.prompt) for row in rows)
+    if run.prefill_block:
+        return sum(lengths)
+    sizes = np.asarray(default_read_sizes(bucket(_lengths(run, rows)[0])))
+    return int(sizes[np.searchsorted(sizes, lengths)].sum())
+
+
+def _batch(run: Run, part: Part, rows: Sequence[Row], count: int) -> Batch:
+    """A batch of `count` rows for these sequences."""
+    longest, new = _lengths(run, rows)
     kinds = {name for row in rows for name in row.request.sampler.filters}
     params, mesh = part
     return Batch(
