@@ -24,7 +24,7 @@ from benchmarks import report
 from kvjax import Generation
 from kvjax._util.randomness import random_key
 from kvjax.config import PRESETS
-from kvjax.evals import Example
+from kvjax.evals import Example, math_answers
 from kvjax.evals.ruler import TASKS
 from kvjax.evals.tasks import Inputs, make_task
 from kvjax.models import Params, init
@@ -251,6 +251,8 @@ def main() -> None:
     parser.add_argument("--rows", default="64", help="rows of a batch; `rows` takes several, separated by commas")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
+    if args.what in ("schedule", "rows"):
+        math_answers.check()  # before the model is loaded
     found = {"schedule": schedule, "ruler": ruler, "rows": rows, "lists": lists}[args.what](args)
     out = args.out or Path(f"benchmarks/results/offline-{report.device_slug()}.json")
     header, before = report.begun(out, report.header())
