@@ -230,8 +230,8 @@ def _at_64k_by_8():
 
 def test_how_fast_a_million_tokens_are_read():
     told = re.search(
-        r"takes (\d+) to (\d+) s with 4,096 slots \(seven policies\) and (\d+) to (\d+) s with 16,384 slots; H2O takes (\d+) s and (\d+) s. "
-        r"TreeKV prefills ten million tokens with 4,096 slots in (\d+) s. Peak memory is at most (\S+) GB",
+        r"takes seven policies (\d+) to (\d+) s with a budget of 4,096 tokens, and (\d+) to (\d+) s with 16,384. H2O takes (\d+) s and (\d+) s. "
+        r"TreeKV prefills ten million tokens with a budget of 4,096 in (\d+) s. Peak memory is at most (\S+) GB",
         README,
     )
     assert told is not None
@@ -386,7 +386,7 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
     conclusion, _, *table = tables.beside_vllm().splitlines()
     assert "a 20 % cache decodes 4.0 to 4.0 times as fast as vLLM" in conclusion
     assert table == [
-        "| program | policy | 16k, batch 1 | 64k, batch 8 | 256 × (400 + 4,096) tokens |",
+        "| program | policy | TPOT, 16k × 1 | TPOT, 64k × 8 | reasoning |",
         "| --- | --- | ---: | ---: | ---: |",
         "| vLLM 1 | `full` | 7.00 ms | 20.00 ms | 2.00 requests/s |",
         "| kvjax | `full` | 6.00 ms (1.17 ×) |  |  |",
