@@ -31,7 +31,7 @@ from benchmarks import first_token, report
 from kvjax._util.randomness import random_key
 from kvjax.config import PRESETS, ModelConfig
 from kvjax.models import Params, init
-from kvjax.runtime.batch import Batch, Job
+from kvjax.runtime.batch import READ_PARTS, Batch, Job
 from kvjax.runtime.scheduler import Scheduler
 
 
@@ -104,9 +104,9 @@ def _of_vllm(config: ModelConfig, shape: str, jobs: Sequence[Job], workload: str
 def fitted(lengths: Sequence[int], count: int) -> list[int] | None:
     """The `count` multiples of 128 that prompts of these lengths are padded to with the fewest tokens in all.
 
-    None for 6, which `Batch` has by default, in eighths of the longest.
+    None for as many as `Batch` has by default, in eighths of the longest.
     """
-    if count == 6:
+    if count == len(READ_PARTS):
         return None
     rounded = -(-np.sort(lengths) // 128) * 128
     sizes, repeats = np.unique(rounded, return_counts=True)
@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument(
         "--read-sizes",
         type=int,
-        default=6,
-        help="lengths that prompts are padded to: this many, chosen for the least padding; 6: as by default",
+        default=len(READ_PARTS),
+        help="lengths that prompts are padded to: this many, chosen for the least padding; %(default)s: in eighths of the longest",
     )
     parser.add_argument("--together", type=int, default=0, help="tokens of short prompts that are read together")
     parser.add_argument("--jobs", type=int, default=8, help="programs to compile at a time")

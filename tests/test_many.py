@@ -12,7 +12,7 @@ from kvjax.config import PRESETS
 from kvjax.models import abstract
 from kvjax.policies import Full, PolicyError
 from kvjax.runtime import many, rows
-from kvjax.runtime.batch import Batch
+from kvjax.runtime.batch import Batch, default_read_sizes
 
 
 def prompts(count: int, longest: int = 60, seed: int = 5) -> list[list[int]]:
@@ -169,6 +169,7 @@ def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch)
     monkeypatch.setattr(many, "tokens_together", lambda: together)
     programs = (rows.empty, rows.read, rows.read_each, rows.begin, rows.insert, rows.serve)
     before = sum(len(program.executables) for program in programs)
+    read_before = sum(len(program.executables) for program in (rows.read, rows.read_each))
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event.endswith("/backend_compile_duration") else None
@@ -176,8 +177,10 @@ def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch)
     options = {"max_new_tokens": 3, "rows": 4 + bool(together), "max_total_tokens": 210, "ignore_eos": True}
     kvjax.generate(tiny, prompts(200, longest=200), "h2o:0.4", **options)
     made = sum(len(program.executables) for program in programs) - before
-    assert 3 < made <= 8
-    assert made <= len(compiled) <= 8
+    read = sum(len(program.executables) for program in (rows.read, rows.read_each)) - read_before
+    assert 0 < read <= len(default_read_sizes(256))
+    assert made == len(compiled) == read + 3
+    assert all(len(default_read_sizes(longest)) + 3 <= 8 for longest in (1024, 10_000, 1_000_000))
     compiled.clear()
     kvjax.generate(tiny, prompts(60, longest=200, seed=9), "h2o:0.4", **options)
     assert not compiled

@@ -36,7 +36,7 @@ from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
 from kvjax.runtime.top_tokens import MOST as MOST_TOPS
 
-READ_PARTS = 1, 2, 3, 4, 6, 8
+READ_PARTS = 1, 2, 4, 6, 8
 """Eighths of the longest prompt that prompts are padded to when they are read whole. There is a program for each."""
 
 LEAST_READ = 128
@@ -160,7 +160,7 @@ class Batch:
         prefixes: maximum number of states of prompts' beginnings that are stored on the device, besides the rows. They need
             chunked prefill with anchor "start".
         prefix_host_bytes: maximum size of the states that are moved to host memory when the device has no more room for them.
-        read_sizes: lengths that whole prompts are padded to. Each needs a program. By default six, in eighths of the longest
+        read_sizes: lengths that whole prompts are padded to. Each needs a program. By default five, in eighths of the longest
             prompt. More sizes waste less time on padding.
         read_together: maximum number of tokens, padding included, of short prompts that are read together. GPUs multiply few
             tokens at a fraction of their speed. The number of prompts follows from their padded length, and missing ones
@@ -400,7 +400,7 @@ class Batch:
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
         self._free_rows()
-        self.state = programs.empty(self.policy, self.specs, self._request([]))
+        self.state, self._nothing = programs.empty(self.policy, self.specs, self._request([]), self._no_logits())
 
     def free(self) -> None:
         """Free the memory of all rows and stored states."""
@@ -455,9 +455,6 @@ class Batch:
 
     def release(self, row: int) -> None:
         """Empty a row that has ended, so that attention does not read its tokens any longer."""
-        if self._nothing is None:
-            logits = np.zeros((1, self.engine.config.vocab_size), np.float32)
-            self._nothing = programs.begin(self.policy, self.reader, _numbers([0]), logits)
         self.insert(self._nothing, _NOTHING, row)
 
     def copy_row(self, row: int) -> tuple[tuple[Any, ...], int, int]:
@@ -521,10 +518,9 @@ class Batch:
         """
         shape = jax.ShapeDtypeStruct
         requests = jax.tree.map(_shape, self._request([_NOTHING]))
-        state = programs.empty.shapes(self.policy, self.specs, self._request([]))
+        state, reading = programs.empty.shapes(self.policy, self.specs, self._request([]), self._no_logits())
         one, count, flag = shape((1,), jnp.int32), shape((), jnp.int32), shape((), bool)
-        logits = shape((1, self.engine.config.vocab_size), jnp.float32)
-        reading = jax.tree.map(_shape, programs.begin.shapes(self.policy, self.reader, one, logits))
+        reading = jax.tree.map(_shape, reading)
         most = 1
         if self.engine.block:
             model, block = (self.policy, self.reader, self.weights), shape((1, self.engine.block), jnp.int32)
@@ -546,6 +542,9 @@ class Batch:
         stored, ready = self.row_bytes * self.prefixes.most, self.row_bytes * most
         waiting = ready - self.row_bytes  # an inserted one is an argument of its program
         return stored + max(found[0] + ready, weights + found[1] + waiting, *(held + each for each in found[2:]))
+
+    def _no_logits(self) -> Any:
+        return np.zeros((1, self.engine.config.vocab_size), np.float32)
 
     def _read_call(self, size: int, most: int) -> tuple[Any, tuple[Any, ...]]:
         """Program and shapes of arguments for reading `most` prompts padded to `size`."""

@@ -99,11 +99,13 @@ class Reading:
     pos: Int[Array, " R"]
 
 
-def _empty(policy: Policy, specs: Specs, request: Request) -> Rows:
+def _empty(policy: Policy, specs: Specs, request: Request, logits: Float[Array, "1 V"]) -> tuple[Rows, Reading]:
     rows = request.seed.shape[0]
     nothing = jnp.zeros((rows,), jnp.int32)
     caches = empty_caches(policy, specs, None)
-    return Rows(caches, nothing, jnp.copy(nothing), jnp.zeros((rows,), bool), jnp.copy(nothing), request)
+    state = Rows(caches, nothing, jnp.copy(nothing), jnp.zeros((rows,), bool), jnp.copy(nothing), request)
+    single = tuple(dataclasses.replace(spec, batch=1) for spec in specs)
+    return state, _begin(policy, single, jnp.zeros((1,), jnp.int32), logits)
 
 
 def _read(
@@ -255,8 +257,8 @@ def _over_mesh(arguments: Any, results: Any) -> Any:
     return partition
 
 
-empty = Program(_empty, static=2, partition=_over_mesh((ROWS,), _rows_partitions))
-"""`empty(policy, specs, request)`: a batch without live rows."""
+empty = Program(_empty, static=2, partition=_over_mesh((ROWS, ROWS), (_rows_partitions, _reading_partitions)))
+"""`empty(policy, specs, request, logits)`: a batch without live rows, and a reading of nothing, which empties a row."""
 
 read = Program(
     _read,
