@@ -223,7 +223,8 @@ def _products(
     (_, half), groups = matrices[0].levels.shape, matrices[0].scale.shape[1]
     width = groups * 4 // math.gcd(groups, 4)
     steps = range(0, half, width)
-    output = first + jnp.arange(count, dtype=jnp.int32)[:, None]
+    output = _below(matrices[0].levels.shape[0], first + jnp.arange(count, dtype=jnp.int32)[:, None])
+    row = _below(x_ref.shape[0], row)
     add = _add if interpreted else _add_by_ptx
     columns = [_columns(start, size, groups) for start, size in spans(width)]
     blocks = [(*column, w) for column in columns for w in range(len(matrices))]
@@ -248,6 +249,14 @@ def _products(
         power = jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
         sums[w] += jnp.sum(partial.astype(jnp.float32) * factors * power, axis=1)
     return sums
+
+
+def _below(size: int, index: Any) -> Any:
+    """Return an index as it is, but such that the compiler finds a bound of it.
+
+    It then adds numbers to addresses in the load itself. A sum could be above 2^31 otherwise.
+    """
+    return index & (pl.next_power_of_2(size) - 1)
 
 
 def _columns(start: int, size: int, groups: int) -> tuple[Int[Array, "1 C"], Int[Array, "1 C"]]:
