@@ -80,11 +80,12 @@ def expert_mlp(
 
     Args:
         sizes: `inputs` read at a time, `warps` and `stages`, instead of the tuned sizes. In MXFP4, `inputs` are those of
-            each group, and there are also the `outputs` of a program, and the `parts` of a single token's inputs.
+            each group, and there are also the `outputs` of a program, and the `parts` of a single token's inputs. With
+            `units`, a single token is computed by `one_token_pallas_triton.py`, whose sizes they are.
     """
     packed = isinstance(gate, GroupedMatrix)
     sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1], packed)
-    if packed and "ahead" in sizes:
+    if packed and "units" in sizes:
         gain, eps, offset = norm or (None, None, None)
         options = {"activation": activation, "eps": eps, "offset": offset, "interpret": interpret, **sizes}
         outs = expert_outputs(experts.reshape(-1), x, gain, gate, up, down, biases, **options)
@@ -162,7 +163,7 @@ def _sizes(rows: int, dim: int, width: int, packed: bool) -> dict[str, int]:
     if packed:
         default = {"inputs": 4, "warps": 4, "stages": 3, "outputs": 64, "parts": 1}
         if rows == 1:
-            default = {"outputs": 32, "second": 32, "warps": 8, "ahead": 0}
+            default = {"units": 32, "outputs": 32, "warps": 8, "ahead": 0}
         return tuned("expert_mlp_mxfp4", case, default)
     return tuned("expert_mlp", case, {"inputs": 256, "warps": 1, "stages": 3})
 

@@ -33,7 +33,7 @@ GROUP = 32
 
 
 @functools.partial(
-    jax.jit, static_argnames=("activation", "eps", "offset", "interpret", "outputs", "second", "warps", "ahead")
+    jax.jit, static_argnames=("activation", "eps", "offset", "interpret", "units", "outputs", "warps", "ahead")
 )
 def expert_outputs(
     experts: Int[Array, " P"],
@@ -48,8 +48,8 @@ def expert_outputs(
     eps: float | None,
     offset: float | None,
     interpret: bool,
+    units: int,
     outputs: int,
-    second: int,
     warps: int,
     ahead: int,
 ) -> Float[Array, "P D"]:
@@ -64,8 +64,8 @@ def expert_outputs(
         activation: as in `expert_mlp`.
         eps, offset: the other parts of the norm.
         interpret: run in interpret mode.
-        outputs: hidden units of a program, a multiple of 32.
-        second: outputs of a program of the down projection.
+        units: hidden units of a program, a multiple of 32.
+        outputs: outputs of a program of the down projection.
         warps: warps of a program.
         ahead: number of blocks of codes that are loaded before others are multiplied.
     """
@@ -80,14 +80,14 @@ def expert_outputs(
     options = {"total": down.shape[0] // dim, "ahead": ahead, "interpreted": interpret}
     matrices = [codes_of(w) for w in (gate, up, down)]
     gate_bias, up_bias, down_bias = biases or (None, None, None)
-    block = dividing_block(width, outputs)
+    block = dividing_block(width, units)
     hidden, hidden_factors = call(
-        functools.partial(_hidden, **options, outputs=block, activation=activation),
+        functools.partial(_hidden, **options, units=block, activation=activation),
         warps=warps,
         grid=(count, width // block),
         out_shape=_scaled_shapes(count, width),
     )(experts, numbers, factors, *matrices[:2], gate_bias, up_bias)
-    block = dividing_block(dim, second)
+    block = dividing_block(dim, outputs)
     return call(
         functools.partial(_outputs, **options, outputs=block),
         warps=warps,
@@ -150,7 +150,7 @@ def _hidden(
     hidden_factors_ref: Any,
     *,
     total: int,
-    outputs: int,
+    units: int,
     activation: str,
     ahead: int,
     interpreted: bool,
@@ -161,13 +161,13 @@ def _hidden(
 
     @pl.when((expert >= 0) & (expert < total))
     def _() -> None:
-        begin = expert * width + block * outputs
-        sums = _products([gate, up], x_ref, factors_ref, 0, begin, outputs, ahead, interpreted)
+        begin = expert * width + block * units
+        sums = _products([gate, up], x_ref, factors_ref, 0, begin, units, ahead, interpreted)
         first, second = (_biased(s, b, begin) for s, b in zip(sums, (gate_bias_ref, up_bias_ref), strict=True))
-        unit = block * outputs + jnp.arange(outputs, dtype=jnp.int32).reshape(-1, GROUP)
+        unit = block * units + jnp.arange(units, dtype=jnp.int32).reshape(-1, GROUP)
         numbers, factors = _scaled(gated(activation, first, second).reshape(unit.shape))
         backend.store(hidden_ref.at[pair, member_order(unit, width // GROUP)], numbers)
-        group = (block * outputs) // GROUP + jnp.arange(len(unit), dtype=jnp.int32)
+        group = block * (units // GROUP) + jnp.arange(len(unit), dtype=jnp.int32)
         backend.store(hidden_factors_ref.at[pair, group], factors)
 
 
@@ -229,7 +229,7 @@ def _products(
     columns = [_columns(start, size, groups) for start, size in spans(width)]
     blocks = [(*column, w) for column in columns for w in range(len(matrices))]
     sums = [jnp.zeros(count, jnp.float32) for _ in matrices]
-    loaded, x, factors = [], [], None
+    loaded, x, factors = [], [], jnp.zeros(())
     for number in range(len(blocks) + ahead):
         if number < len(blocks):
             column, group, w = blocks[number]
@@ -311,15 +311,17 @@ def _ptx() -> str:
     """
     lines = [".reg .b32 codes, sign, size, both, pair, sum<2>"]
     lines += ["prmt.b32 codes, $2, 0, 0x1302", "mov.b32 sum0, $7", "mov.b32 sum1, $8"]
-    for half in range(2):
-        lines += [["shl.b32 sign, codes, 4", "shl.b32 size, codes, 1"], ["mov.b32 sign, codes", "shr.u32 size, codes, 3"]][half]
+    low = "shl.b32 sign, codes, 4", "shl.b32 size, codes, 1"
+    high = "mov.b32 sign, codes", "shr.u32 size, codes, 3"
+    for moved, first in (low, 3), (high, 5):
         lines += [
+            *moved,
             "lop3.b32 both, sign, size, 0x80808080, 0xE4",  # (sign & mask) | (size & ~mask)
             "and.b32 pair, both, 0x8E008E00",
-            f"fma.rn.f16x2 sum0, pair, ${3 + 2 * half}, sum0",
+            f"fma.rn.f16x2 sum0, pair, ${first}, sum0",
             "shl.b32 pair, both, 8",
             "and.b32 pair, pair, 0x8E008E00",
-            f"fma.rn.f16x2 sum1, pair, ${4 + 2 * half}, sum1",
+            f"fma.rn.f16x2 sum1, pair, ${first + 1}, sum1",
         ]
     # Results are written last, since they may be in registers of operands.
     lines += ["mov.b32 $0, sum0", "mov.b32 $1, sum1"]
