@@ -81,11 +81,11 @@ def _sized(layer: Layer, tokens: int) -> Iterator[tuple[str, Any]]:
     options: dict[str, Any] = {"activation": "clamped_swiglu" if layer.mxfp4 else "silu", "total": None}
     if layer.mxfp4:
         if tokens == 1:
-            cuts = product(((32, 4), (32, 8), (32, 16), (64, 8), (64, 16)), (16, 32, 64), (0, 1))
-            for (units, warps), outputs, ahead in cuts:
+            cuts = product(((32, 4, 0), (32, 8, 0), (32, 8, 1), (32, 16, 0), (64, 16, 0)), (16, 32, 64))
+            for (units, warps, ahead), outputs in cuts:
                 sizes = {"units": units, "outputs": outputs, "warps": warps, "ahead": ahead}
                 yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)
-        cuts = ((16, 1, 1), (64, 1, 4)) if tokens > 1 else ((16, 4, 4), (32, 4, 4))
+        cuts = ((16, 1, 1), (64, 1, 4)) if tokens > 1 else ((16, 4, 4),)
         for (outputs, parts, warps), inputs, stages in product(cuts, (4, 8), (1, 2, 3, 4)):
             sizes = {"inputs": inputs, "warps": warps, "stages": stages, "outputs": outputs, "parts": parts}
             yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)

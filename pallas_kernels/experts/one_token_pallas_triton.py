@@ -226,22 +226,21 @@ def _products(
     output = _below(matrices[0].levels.shape[0], first + jnp.arange(count, dtype=jnp.int32)[:, None])
     row = _below(x_ref.shape[0], row)
     add = _add if interpreted else _add_by_ptx
-    columns = [_columns(start, size, groups) for start, size in spans(width)]
+    columns = [_columns(start, size, groups, width) for start, size in spans(width)]
     blocks = [(*column, w) for column in columns for w in range(len(matrices))]
     sums = [jnp.zeros(count, jnp.float32) for _ in matrices]
     loaded, x, factors = [], [], jnp.zeros(())
     for number in range(len(blocks) + ahead):
         if number < len(blocks):
-            column, group, w = blocks[number]
-            exists = column < width
+            column, group, exists, w = blocks[number]
             codes = [_load(matrices[w].levels, output, step + column, exists) for step in steps]
             loaded.append((codes, _load(matrices[w].scale, output, group, exists)))
         if number < ahead:
             continue
-        column, group, w = blocks[number - ahead]
+        column, group, exists, w = blocks[number - ahead]
         if w == 0:
-            x = [[_load(x_ref, row, side + step + column, column < width) for side in (0, half)] for step in steps]
-            factors = _load(factors_ref, row, group, column < width)
+            x = [[_load(x_ref, row, side + step + column, exists) for side in (0, half)] for step in steps]
+            factors = _load(factors_ref, row, group, exists)
         codes, scale = loaded[number - ahead]
         partial = jnp.zeros(codes[0].shape, jnp.float16)
         for some, halves in zip(codes, x, strict=True):
@@ -259,18 +258,25 @@ def _below(size: int, index: Any) -> Any:
     return index & (pl.next_power_of_2(size) - 1)
 
 
-def _columns(start: int, size: int, groups: int) -> tuple[Int[Array, "1 C"], Int[Array, "1 C"]]:
-    """Return columns and their groups, such that Triton finds words of 4 columns and neighbouring groups in them.
+def _columns(start: int, size: int, groups: int, width: int) -> tuple[Array, Array, Array | None]:
+    """Return columns [1, C] and their groups, such that Triton finds words of 4 columns and neighbouring groups in them.
 
     Threads then load words. With all columns in a row, they would load 16 bytes in four parts.
+
+    Returns:
+        Columns, their groups, and which of them are in the width, or None if all are.
     """
     index, together = jnp.arange(size, dtype=jnp.int32)[None], math.gcd(groups, 4)
     column, group = (start + jax.lax.div(index, some) * some for some in (4, together))
-    return column + jax.lax.rem(index, 4), jax.lax.rem(group, groups) + jax.lax.rem(index, together)
+    column += jax.lax.rem(index, 4)
+    exists = column < width if start + size > width else None
+    return column, jax.lax.rem(group, groups) + jax.lax.rem(index, together), exists
 
 
-def _load(ref: Any, row: Any, column: Int[Array, "1 C"], exists: Bool[Array, "1 C"]) -> Array:
+def _load(ref: Any, row: Any, column: Int[Array, "1 C"], exists: Bool[Array, "1 C"] | None) -> Array:
     """Load columns of a row or of some rows [O, 1], with zeros for what does not exist."""
+    if exists is None:
+        return backend.load(ref.at[row, column])
     mask = exists if jnp.ndim(row) == 0 else jnp.broadcast_to(exists, (len(row), exists.shape[1]))
     return backend.load(ref.at[row, column], mask=mask, other=jnp.zeros((), ref.dtype))
 
