@@ -81,9 +81,9 @@ def _sized(layer: Layer, tokens: int) -> Iterator[tuple[str, Any]]:
     options: dict[str, Any] = {"activation": "clamped_swiglu" if layer.mxfp4 else "silu", "total": None}
     if layer.mxfp4:
         if tokens == 1:
-            cuts = product(((32, 4, 0), (32, 8, 0), (32, 8, 1), (32, 16, 0), (64, 16, 0)), (16, 32, 64))
-            for (units, warps, ahead), outputs in cuts:
-                sizes = {"units": units, "outputs": outputs, "warps": warps, "ahead": ahead}
+            cuts = product(((32, 8, 2), (32, 8, 4), (32, 8, 8), (32, 16, 4), (32, 16, 8), (64, 16, 8)), (16, 32, 64))
+            for (units, warps, together), outputs in cuts:
+                sizes = {"units": units, "outputs": outputs, "warps": warps, "together": together}
                 yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)
         cuts = ((16, 1, 1), (64, 1, 4)) if tokens > 1 else ((16, 4, 4),)
         for (outputs, parts, warps), inputs, stages in product(cuts, (4, 8), (1, 2, 3, 4)):

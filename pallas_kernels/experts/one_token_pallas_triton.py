@@ -9,7 +9,7 @@ and below 2^15. All but tiny inputs in bfloat16 are then exact. A sum of up to 3
 rounded to float16 after each of them. The factors of the weights and of the inputs multiply it in float32.
 
 As in `mxfp4_pallas_triton.py`, neighbouring bytes are of neighbouring groups. A step multiplies the fewest members of all
-groups whose bytes are whole words of 4 bytes. All steps are unrolled, so that their loads are in flight together.
+groups whose bytes are whole words of 4 bytes. Some steps are unrolled, so that their loads are in flight together.
 """
 
 import functools
@@ -33,7 +33,7 @@ GROUP = 32
 
 
 @functools.partial(
-    jax.jit, static_argnames=("activation", "eps", "offset", "interpret", "units", "outputs", "warps", "ahead")
+    jax.jit, static_argnames=("activation", "eps", "offset", "interpret", "units", "outputs", "warps", "together")
 )
 def expert_outputs(
     experts: Int[Array, " P"],
@@ -51,7 +51,7 @@ def expert_outputs(
     units: int,
     outputs: int,
     warps: int,
-    ahead: int,
+    together: int,
 ) -> Float[Array, "P D"]:
     """Return the outputs of each of a token's experts. Those of experts that do not exist are not written.
 
@@ -67,7 +67,7 @@ def expert_outputs(
         units: hidden units of a program, a multiple of 32.
         outputs: outputs of a program of the down projection.
         warps: warps of a program.
-        ahead: number of blocks of codes that are loaded before others are multiplied.
+        together: maximum number of steps whose loads are in flight together, a power of two.
     """
     (_, dim), width, count = x.shape, down.shape[1], len(experts)
     call = functools.partial(triton_call, interpret=interpret, name="expert_mlp")
@@ -77,7 +77,7 @@ def expert_outputs(
         grid=(1,),
         out_shape=_scaled_shapes(1, dim),
     )(x, gain)
-    options = {"total": down.shape[0] // dim, "ahead": ahead, "interpreted": interpret}
+    options = {"total": down.shape[0] // dim, "together": together, "interpreted": interpret}
     matrices = [codes_of(w) for w in (gate, up, down)]
     gate_bias, up_bias, down_bias = biases or (None, None, None)
     block = dividing_block(width, units)
@@ -152,7 +152,7 @@ def _hidden(
     total: int,
     units: int,
     activation: str,
-    ahead: int,
+    together: int,
     interpreted: bool,
 ) -> None:
     """Compute some hidden units of an expert, whole groups of them."""
@@ -162,7 +162,7 @@ def _hidden(
     @pl.when((expert >= 0) & (expert < total))
     def _() -> None:
         begin = expert * width + block * units
-        sums = _products([gate, up], x_ref, factors_ref, 0, begin, units, ahead, interpreted)
+        sums = _products([gate, up], x_ref, factors_ref, 0, begin, units, together, interpreted)
         first, second = (_biased(s, b, begin) for s, b in zip(sums, (gate_bias_ref, up_bias_ref), strict=True))
         unit = block * units + jnp.arange(units, dtype=jnp.int32).reshape(-1, GROUP)
         numbers, factors = _scaled(gated(activation, first, second).reshape(unit.shape))
@@ -181,7 +181,7 @@ def _outputs(
     *,
     total: int,
     outputs: int,
-    ahead: int,
+    together: int,
     interpreted: bool,
 ) -> None:
     """Compute some outputs of an expert."""
@@ -191,7 +191,7 @@ def _outputs(
     @pl.when((expert >= 0) & (expert < total))
     def _() -> None:
         begin = expert * dim + block * outputs
-        (found,) = _products([down], hidden_ref, factors_ref, pair, begin, outputs, ahead, interpreted)
+        (found,) = _products([down], hidden_ref, factors_ref, pair, begin, outputs, together, interpreted)
         out_ref[pair, pl.ds(block * outputs, outputs)] = _biased(found, bias_ref, begin)
 
 
@@ -206,7 +206,7 @@ def _products(
     row: Any,
     first: Array,
     count: int,
-    ahead: int,
+    together: int,
     interpreted: bool,
 ) -> list[Float[Array, " O"]]:
     """Multiply a row by the same `count` outputs of several matrices, from output `first` on.
@@ -217,36 +217,35 @@ def _products(
         row: index of the row.
         first: index of the first output.
         count: O, number of outputs.
-        ahead: number of blocks of codes that are loaded before others are multiplied.
+        together: maximum number of steps whose loads are in flight together, a power of two.
         interpreted: avoid PTX, which the interpreter does not support.
     """
-    (_, half), groups = matrices[0].levels.shape, matrices[0].scale.shape[1]
+    (outputs, half), groups = matrices[0].levels.shape, matrices[0].scale.shape[1]
     width = groups * 4 // math.gcd(groups, 4)
-    steps = range(0, half, width)
-    output = _below(matrices[0].levels.shape[0], first + jnp.arange(count, dtype=jnp.int32)[:, None])
+    output = _below(outputs, first + jnp.arange(count, dtype=jnp.int32)[:, None])
     row = _below(x_ref.shape[0], row)
     add = _add if interpreted else _add_by_ptx
-    columns = [_columns(start, size, groups, width) for start, size in spans(width)]
-    blocks = [(*column, w) for column in columns for w in range(len(matrices))]
+    together = dividing_block(half // width, together)
+
+    def step(i: Array, partial: list[Array], column: Array, exists: Array | None) -> list[Array]:
+        places = [(i * together + number) * width + column for number in range(together)]
+        codes = [[_load(matrix.levels, output, place, exists) for place in places] for matrix in matrices]
+        for number, place in enumerate(places):
+            x = [_load(x_ref, row, side + place, exists) for side in (0, half)]
+            partial = [add(total, own[number], *x) for total, own in zip(partial, codes, strict=True)]
+        return partial
+
     sums = [jnp.zeros(count, jnp.float32) for _ in matrices]
-    loaded, x, factors = [], [], jnp.zeros(())
-    for number in range(len(blocks) + ahead):
-        if number < len(blocks):
-            column, group, exists, w = blocks[number]
-            codes = [_load(matrices[w].levels, output, step + column, exists) for step in steps]
-            loaded.append((codes, _load(matrices[w].scale, output, group, exists)))
-        if number < ahead:
-            continue
-        column, group, exists, w = blocks[number - ahead]
-        if w == 0:
-            x = [[_load(x_ref, row, side + step + column, exists) for side in (0, half)] for step in steps]
-            factors = _load(factors_ref, row, group, exists)
-        codes, scale = loaded[number - ahead]
-        partial = jnp.zeros(codes[0].shape, jnp.float16)
-        for some, halves in zip(codes, x, strict=True):
-            partial = add(partial, some, *halves)
-        power = jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
-        sums[w] += jnp.sum(partial.astype(jnp.float32) * factors * power, axis=1)
+    for start, size in spans(width):
+        column, group, exists = _columns(start, size, groups, width)
+        nothing = [jnp.zeros((count, size), jnp.float16) for _ in matrices]
+        here = functools.partial(step, column=column, exists=exists)
+        partial = jax.lax.fori_loop(0, half // width // together, here, nothing)
+        factors = _load(factors_ref, row, group, exists)
+        for w, matrix in enumerate(matrices):
+            exponent = _load(matrix.scale, output, group, exists).astype(jnp.int32)
+            scale = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+            sums[w] += jnp.sum(partial[w].astype(jnp.float32) * factors * scale, axis=1)
     return sums
 
 

@@ -165,7 +165,7 @@ def test_all_tokens_may_have_the_same_experts():
     ],
 )
 def test_experts_in_mxfp4_by_definition(tokens, activation):
-    """With biases and without, and for a single token also on the matrix units, and with codes loaded ahead."""
+    """With biases and without, and for a single token also on the matrix units, and in steps of one load."""
     *given, biases = draw_mxfp4(tokens, seed=tokens)
     for added in biases, None:
         wanted = expected_mxfp4(*given, added, activation)
@@ -176,7 +176,7 @@ def test_experts_in_mxfp4_by_definition(tokens, activation):
         options = {"norm": None, "activation": activation, "total": None, "interpret": True}
         for sizes in (
             {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1},
-            {"units": 32, "outputs": 16, "warps": 8, "ahead": 2},
+            {"units": 32, "outputs": 16, "warps": 8, "together": 1},
         ):
             assert close(few_pairs.expert_mlp(*given, sizes=sizes, **options), wanted)
 
