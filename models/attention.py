@@ -32,24 +32,31 @@ class Heads(NamedTuple):
 def heads_of(layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]) -> Heads:
     """Heads of a layer with input `x`, whose tokens are at positions `pos`."""
     p = _params(layer)
-    return split_heads(layer, projection(x, p.q, p.k, p.v, norm=layer.maybe_norm(layer.params.attn_norm)), pos)
+    norm = layer.maybe_norm(layer.params.attn_norm)
+    return _split(layer, projection(x, p.q, p.k, p.v, norm=norm, biases=_biases(p)), pos)
 
 
 def split_heads(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:
     """Split products of the q, k and v matrices into heads, with biases, norms and query factors if the layer has them."""
+    return _split(layer, [biased(y, b) for y, b in zip(products, _biases(_params(layer)), strict=True)], pos)
+
+
+def _split(layer: Layer, products: Sequence[Array], pos: Int[Array, "..."]) -> Heads:
+    """Do the same for products that have their biases."""
     p, (q, k, v) = _params(layer), products
     q, gate = _queries(layer, q)
-    k = _heads(layer, k, p.k_bias, p.k_norm)
+    k = _heads(layer, k, p.k_norm)
     if (norms := _norms_of_heads(layer)) is not None:
         q, k = head_norms(q, k, *norms)
-    return Heads(_scaled(layer, q, pos), k, _heads(layer, v, p.v_bias), gate)
+    return Heads(_scaled(layer, q, pos), k, _heads(layer, v), gate)
 
 
 def queries_ahead(
     previous: Layer, layer: Layer, x: Float[Array, "... D"], pos: Int[Array, "..."]
 ) -> Float[Array, "... N H"]:
     """Approximate queries of a layer, computed from the attention input of the previous layer, whose residual stream is `x`."""
-    (product,) = projection(x, _params(layer).q, norm=previous.maybe_norm(previous.params.attn_norm))
+    p, norm = _params(layer), previous.maybe_norm(previous.params.attn_norm)
+    (product,) = projection(x, p.q, norm=norm, biases=[p.q_bias])
     (q, _), norms = _queries(layer, product), _norms_of_heads(layer)
     return _scaled(layer, q if norms is None else norms[0](q), pos)
 
@@ -79,16 +86,16 @@ def causal_attention(
 def _queries(layer: Layer, product: Array) -> tuple[Float[Array, "... N H"], Float[Array, "... A"] | None]:
     """Heads of queries, before norms of each head, and the gate of a gated layer."""
     p, mixer = _params(layer), layer.config.attention
-    h, gate = biased(product, p.q_bias), None
+    h, gate = product, None
     if mixer.gated:
         both = h.reshape(*h.shape[:-1], -1, 2, mixer.head_dim)
         h, gate = (both[..., i, :].reshape(*h.shape[:-1], -1) for i in range(2))
-    return _heads(layer, h, None, p.q_norm), gate
+    return _heads(layer, h, p.q_norm), gate
 
 
-def _heads(layer: Layer, h: Array, bias: Array | None, norm: Array | None = None) -> Float[Array, "... N H"]:
-    """Heads with biases and a norm over all of them, but before norms of each head."""
-    mixer, h = layer.config.attention, biased(h, bias)
+def _heads(layer: Layer, h: Array, norm: Array | None = None) -> Float[Array, "... N H"]:
+    """Heads with a norm over all of them, but before norms of each head."""
+    mixer = layer.config.attention
     if norm is not None and mixer.joint_qk_norm:
         h = layer.norm(norm)(h)
     return h.reshape(*h.shape[:-1], -1, mixer.head_dim)
@@ -109,6 +116,10 @@ def _scaled(layer: Layer, q: Float[Array, "... N H"], pos: Int[Array, "..."]) ->
         return q
     factor = 1.0 + mixer.query_growth * jnp.log1p((pos // mixer.query_period).astype(jnp.float32))
     return q * factor.astype(q.dtype)[..., None, None]
+
+
+def _biases(p: Attention) -> tuple[Array | None, ...]:
+    return p.q_bias, p.k_bias, p.v_bias
 
 
 def _params(layer: Layer) -> Attention:

@@ -12,7 +12,7 @@ from kvjax.config import MoEConfig
 from kvjax.pallas_kernels import Norm, best_experts, expert_mlp, projection
 from kvjax.pallas_kernels.experts.tiles import Biases
 
-from .layer import Layer, biased
+from .layer import Layer
 from .mlp import hidden_units
 from .params import Experts
 from .residual import add_summed
@@ -45,10 +45,9 @@ def route(
     Logits of a softmax router, and the weights, have the type of `x`. Those of a sigmoid router are in float32.
     """
     if config.router == "softmax":
-        logits = biased(projection(x, router, norm=norm)[0], bias)
+        (logits,) = projection(x, router, norm=norm, biases=[bias])
         return best_experts(logits, config.per_token, normalized=config.normalized, scale=config.output_scale)
-    wide = None if bias is None else bias.astype(jnp.float32)
-    weights = jax.nn.sigmoid(biased(projection(x, router, norm=norm, dtype=jnp.float32)[0], wide))
+    weights = jax.nn.sigmoid(projection(x, router, norm=norm, biases=[bias], dtype=jnp.float32)[0])
     choice = weights if choice_bias is None else weights + jnp.broadcast_to(choice_bias, weights.shape)
     _, experts = jax.lax.top_k(_in_best_groups(config, choice), config.per_token)
     weights = jnp.take_along_axis(weights, experts, axis=-1)

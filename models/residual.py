@@ -22,8 +22,8 @@ def add_projection(
     shard: Shard,
 ) -> Float[Array, "... D"]:
     """Add the projection of `h`, with a bias and a norm if the layer has them, to the residual stream `x`."""
-    if shard.model == 1 and bias is None and norm is None and layer.residual_scale == 1.0:
-        return projection(h, matrix, residual=x)[0]
+    if shard.model == 1 and norm is None and layer.residual_scale == 1.0:
+        return projection(h, matrix, biases=[bias], residual=x)[0]
     (y,) = projection(h, matrix, dtype=_summed_type(x, shard))
     return add_summed(layer, x, y, bias, norm, shard)
 

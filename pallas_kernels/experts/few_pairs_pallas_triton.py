@@ -26,6 +26,7 @@ from ..projection.types import FEW_ROWS, Norm
 from ..triton import backend, dividing_block, triton_call, triton_unsupported
 from ..tuning import tuned
 from .mxfp4_pallas_triton import Codes, codes_of, member_order, products
+from .one_token_pallas_triton import expert_outputs
 from .tiles import Biases, unsupported
 
 FEW_PAIRS = 128
@@ -79,18 +80,31 @@ def expert_mlp(
 
     Args:
         sizes: `inputs` read at a time, `warps` and `stages`, instead of the tuned sizes. In MXFP4, `inputs` are those of
-            each group, and there are also the `outputs` of a program, and the `parts` of a single token's inputs.
+            each group, and there are also the `outputs` of a program, and the `parts` of a single token's inputs. With
+            `units`, a single token is computed by `one_token_pallas_triton.py`, whose sizes they are.
     """
     packed = isinstance(gate, GroupedMatrix)
     sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1], packed)
+    if packed and "units" in sizes:
+        gain, eps, offset = norm or (None, None, None)
+        options = {"activation": activation, "eps": eps, "offset": offset, "interpret": interpret, **sizes}
+        outs = expert_outputs(experts.reshape(-1), x, gain, gate, up, down, biases, **options)
+        return _weighted(outs, experts, weights, down.shape[0] // x.shape[1], total)
     if norm is not None and (x.shape[0] > 1 or packed):
         x, norm = norm(x), None
     gain, eps, offset = norm or (None, None, None)
     options = {"activation": activation, "eps": eps, "offset": offset, "interpret": interpret, **sizes}
     outs = _call(experts.reshape(-1), in_order_of(x, gate), gain, gate, up, down, biases, **options)
+    return _weighted(outs, experts, weights, down.shape[0] // x.shape[1], total)
+
+
+def _weighted(
+    outs: Float[Array, "P D"], experts: Int[Array, "R k"], weights: Float[Array, "R k"], count: int, total: int | None
+) -> Float[Array, "R D"]:
+    """Sum the outputs of each token's experts."""
     outs = outs.reshape(*experts.shape, -1)
     if total is not None:
-        here = (experts >= 0) & (experts < down.shape[0] // x.shape[1])
+        here = (experts >= 0) & (experts < count)
         outs = jnp.where(here[..., None], outs, 0.0)  # nobody wrote the others
     return jnp.sum(outs * weights[..., None], axis=1)
 
@@ -149,7 +163,7 @@ def _sizes(rows: int, dim: int, width: int, packed: bool) -> dict[str, int]:
     if packed:
         default = {"inputs": 4, "warps": 4, "stages": 3, "outputs": 64, "parts": 1}
         if rows == 1:
-            default |= {"outputs": 16, "parts": 4}
+            default = {"units": 32, "outputs": 32, "warps": 8, "together": 4}
         return tuned("expert_mlp_mxfp4", case, default)
     return tuned("expert_mlp", case, {"inputs": 256, "warps": 1, "stages": 3})
 

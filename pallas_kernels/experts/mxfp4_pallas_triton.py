@@ -62,7 +62,7 @@ def spans(width: int) -> list[tuple[int, int]]:
     return found
 
 
-def member_order(inputs: Int[Array, " I"], groups: int) -> Int[Array, " I"]:
+def member_order(inputs: Int[Array, "*I"], groups: int) -> Int[Array, "*I"]:
     """Return the places of inputs in the order in which matrices are multiplied, that of `in_order_of`."""
     return inputs % 32 * groups + inputs // 32
 
@@ -147,7 +147,7 @@ def _weights(
     """Weights of the low and of the high half-bytes, divided by 2^LOWERED."""
     if interpreted:  # without subnormal numbers, which XLA takes for zeros
         power, wide = factors.astype(jnp.float32) * 2.0**-126, codes.astype(jnp.int32)
-        low, high = ((_number(half) * power).astype(jnp.bfloat16) for half in (wide & 15, wide >> 4))
+        low, high = ((number_of(half) * power).astype(jnp.bfloat16) for half in (wide & 15, wide >> 4))
         return low, high
     return _by_ptx(_LOW, codes, factors), _by_ptx(_HIGH, codes, factors)
 
@@ -164,7 +164,7 @@ def _by_ptx(half: str, codes: UInt8[Array, "O C"], factors: Float[Array, "O C"])
     return found
 
 
-def _number(code: Int[Array, "O C"]) -> Float[Array, "O C"]:
+def number_of(code: Int[Array, "O C"]) -> Float[Array, "O C"]:
     """The e2m1 number of a code."""
     exponent, fraction = (code >> 1) & 3, (code & 1).astype(jnp.float32)
     size = jnp.where(exponent == 0, fraction / 2, (1 + fraction / 2) * _power_of_two(exponent + 126))

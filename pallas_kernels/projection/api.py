@@ -1,5 +1,6 @@
 """Public functions. Each `Op` picks a Triton kernel or XLA."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ def projection(
     x: Float[Array, "*B D"],
     *weights: Matrix,
     norm: Norm | None = None,
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
     residual: Float[Array, "*B O"] | None = None,
     dtype: Any = None,
     implementation: Implementation = "auto",
@@ -29,7 +31,7 @@ def projection(
 ) -> list[Float[Array, "*B _"]]:
     """Multiply inputs with one or more matrices, accumulating in float32.
 
-    A product is rounded to `dtype` before the residual is added. With `norm`, a Pallas kernel divides by the
+    A product with its bias is rounded to `dtype` before the residual is added. With `norm`, a Pallas kernel divides by the
     root mean square after the matmul instead of before. Its result is closer to the exact one than XLA's.
 
     Args:
@@ -37,6 +39,7 @@ def projection(
         weights: matrices [_, D] as in checkpoints, outputs first. The numbers of outputs can differ. All can be 8-bit
             or 4-bit (`QuantizedMatrix`).
         norm: RMS norm of the inputs.
+        biases: one bias per matrix, each [outputs] or None, added to its product.
         residual: added to the product; only for a single matrix.
         dtype: dtype of the products, by default that of `x`.
         implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see
@@ -54,7 +57,13 @@ def projection(
         >>> kvjax.pallas_kernels.projection(x, weight)[0].tolist()
         [[1.0, 2.0, 3.0]]
     """
-    options = {"norm": norm, "residual": residual, "dtype": x.dtype if dtype is None else jnp.dtype(dtype)}
+    biases = None if biases is None or all(b is None for b in biases) else tuple(biases)
+    options = {
+        "norm": norm,
+        "biases": biases,
+        "residual": residual,
+        "dtype": x.dtype if dtype is None else jnp.dtype(dtype),
+    }
     return _PROJECTION(x, weights, **options, implementation=implementation, interpret=interpret)
 
 

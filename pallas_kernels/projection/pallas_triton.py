@@ -54,6 +54,7 @@ def projection(
     weights: Sequence[Matrix],
     *,
     norm: Norm | None,
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
     residual: Float[Array, "B O"] | None,
     dtype: Any,
     gated: bool = False,
@@ -79,18 +80,22 @@ def projection(
         x, norm = norm(x), None
     if not alike(weights):
         options = {"norm": norm, "dtype": dtype, "interpret": interpret, "sizes": sizes}
-        outs = [projection(x, [w], residual=None, **options)[0] for w in weights]
+        each = zip(weights, biases or [None] * len(weights), strict=True)
+        outs = [projection(x, [w], biases=[b], residual=None, **options)[0] for w, b in each]
         return [jax.nn.silu(outs[0]) * outs[1]] if gated else outs
     counts = [w.shape[0] for w in weights]
     sizes = _sizes(rows, depth, counts, gated, norm is not None, kind, group) if sizes is None else sizes
     rounded = x.dtype
     x = with_sums_of(x, weights[0]) if kind and not sizes["units"] else in_order_of(x, weights[0])
     blocks = [count // sizes["outputs"] for count in (counts[:1] if gated else counts)]
-    inputs = [x, *([] if norm is None else [norm.gain]), *weights, *([] if residual is None else [residual])]
+    biases = list(biases or [])
+    given = [b for b in biases if b is not None]
+    inputs = [x, *([] if norm is None else [norm.gain]), *weights, *given, *([] if residual is None else [residual])]
     options = {
         "matrices": len(weights),
         "eps": None if norm is None else norm.eps,
         "offset": None if norm is None else norm.offset,
+        "biased": tuple(b is not None for b in biases) or (False,) * len(weights),
         "added": residual is not None,
         "gated": gated,
         "outputs": sizes["outputs"],
@@ -167,6 +172,7 @@ def _body(
     matrices: int,
     eps: float | None,
     offset: float | None,
+    biased: Sequence[bool],
     added: bool,
     gated: bool,
     outputs: int,
@@ -179,6 +185,7 @@ def _body(
     """Compute one block of outputs of one matrix, or of the gated pair."""
     gain_ref, *rest = refs if eps is not None else (None, *refs)
     weight_refs, rest = rest[:matrices], rest[matrices:]
+    bias_refs = [rest.pop(0) if has else None for has in biased]
     residual_ref, *out_refs = rest if added else (None, *rest)
     how = {"inputs": inputs, "outputs": outputs, "units": units, "interpreted": interpreted}
     multiply = functools.partial(_products, x_ref, gain_ref, eps=eps, offset=offset, **how)
@@ -191,12 +198,16 @@ def _body(
         _write(out_refs[0], first, gate * jax.nn.sigmoid(gate) * up)
         return
     start = 0
-    for weight_ref, out_ref, count in zip(weight_refs, out_refs, blocks, strict=True):
+    for weight_ref, bias_ref, out_ref, count in zip(weight_refs, bias_refs, out_refs, blocks, strict=True):
         here = (program >= start) & (program < start + count)
 
-        def make(weight_ref: Any = weight_ref, out_ref: Any = out_ref, start: int = start) -> None:
+        def make(
+            weight_ref: Any = weight_ref, bias_ref: Any = bias_ref, out_ref: Any = out_ref, start: int = start
+        ) -> None:
             first = (program - start) * outputs
             (product,) = multiply([weight_ref], first)
+            if bias_ref is not None:
+                product += bias_ref[pl.ds(first, outputs)].astype(jnp.float32)[:, None]
             if residual_ref is not None:
                 product = product.astype(rounded).astype(jnp.float32) + _read(residual_ref, first, product.shape)
             _write(out_ref, first, product)

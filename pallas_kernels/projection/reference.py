@@ -27,16 +27,20 @@ def projection(
     weights: Sequence[Matrix],
     *,
     norm: Norm | None = None,
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
     residual: Float[Array, "*B O"] | None = None,
     dtype: Any,
 ) -> list[Float[Array, "*B _"]]:
     """Multiply `x` by each matrix; see `api.projection`.
 
-    Returns one product per matrix, rounded to `dtype` before the residual is added. The public function allows
+    Returns one product per matrix, rounded to `dtype` before the bias and before the residual are added. The public function allows
     `residual` for a single matrix only.
     """
     x = x if norm is None else norm(x)
     products = [product for together in _groups(x, weights) for product in _products(x, together, dtype)]
+    if biases is not None:
+        pairs = zip(products, biases, strict=True)
+        products = [y if b is None else y + jnp.broadcast_to(b.astype(y.dtype), y.shape) for y, b in pairs]
     if residual is None:
         return products
     sums = [residual + product for product in products]

@@ -8,6 +8,7 @@ from arrays import to_jax
 from kvjax.pallas_kernels import GroupedMatrix, Norm, best_experts, expert_mlp
 from kvjax.pallas_kernels.experts import few_pairs_pallas_triton as few_pairs
 from kvjax.pallas_kernels.experts import many_pairs_pallas_triton as many_pairs
+from kvjax.pallas_kernels.experts import one_token_pallas_triton as one_token
 from kvjax.pallas_kernels.experts.tiles import Biases, tiles
 from kvjax.pallas_kernels.op import Unsupported
 
@@ -164,7 +165,7 @@ def test_all_tokens_may_have_the_same_experts():
     ],
 )
 def test_experts_in_mxfp4_by_definition(tokens, activation):
-    """With biases and without, and for a single token with its inputs in parts or whole."""
+    """With biases and without, and for a single token also on the matrix units, and in steps of one load."""
     *given, biases = draw_mxfp4(tokens, seed=tokens)
     for added in biases, None:
         wanted = expected_mxfp4(*given, added, activation)
@@ -172,9 +173,12 @@ def test_experts_in_mxfp4_by_definition(tokens, activation):
         assert got.dtype == np.float32
         assert close(got, wanted)
     if tokens == 1:
-        sizes = {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1}
-        options = {"norm": None, "activation": activation, "total": None, "interpret": True, "sizes": sizes}
-        assert close(few_pairs.expert_mlp(*given, **options), wanted)
+        options = {"norm": None, "activation": activation, "total": None, "interpret": True}
+        for sizes in (
+            {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1},
+            {"units": 32, "outputs": 16, "warps": 8, "together": 1},
+        ):
+            assert close(few_pairs.expert_mlp(*given, sizes=sizes, **options), wanted)
 
 
 @pytest.mark.slow
@@ -187,6 +191,102 @@ def test_tokens_of_experts_in_mxfp4_are_normed():
         normed = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 0.5) * np.asarray(gain, np.float64)
         got = expert_mlp(x, *given, norm=Norm(gain, 0.5), implementation="gpu", interpret=True)
         assert close(got, expected_mxfp4(normed, *given, "silu"))
+
+
+def run_ptx(text, operands):
+    """Run PTX with lists of 32-bit operands by their numbers, and return the first two. Few instructions are known."""
+
+    def values(name):
+        if name[0].isdigit():
+            return np.uint32(int(name, 0))
+        return operands[int(name[1:])] if name[0] == "$" else registers[name]
+
+    def permuted(a, b, selector):
+        bytes_of = [(word >> np.uint32(8 * i)) & 255 for word in (a, b + 0 * a) for i in range(4)]
+        return sum(bytes_of[int(selector) >> 4 * i & 7].astype(np.uint32) << np.uint32(8 * i) for i in range(4))
+
+    def chosen_bits(a, b, c, table):
+        found = np.zeros_like(a)
+        for i in range(8):
+            minterm = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+            found |= minterm if int(table) >> i & 1 else np.uint32(0)
+        return found
+
+    def fused(a, b, c):
+        """Products and sums of halves are exact in float64, and rounded once."""
+        a, b, c = (
+            np.stack([w, w >> np.uint32(16)], -1).astype(np.uint16).view(np.float16).astype(float) for w in (a, b, c)
+        )
+        low, high = np.moveaxis((a * b + c).astype(np.float16).view(np.uint16).astype(np.uint32), -1, 0)
+        return low | high << np.uint32(16)
+
+    known = {
+        "mov.b32": lambda a: a,
+        "and.b32": lambda a, b: a & b,
+        "shl.b32": lambda a, by: a << by,
+        "shr.u32": lambda a, by: a >> by,
+        "prmt.b32": permuted,
+        "lop3.b32": chosen_bits,
+        "fma.rn.f16x2": fused,
+    }
+    registers = {}
+    for line in text.strip("{ }").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name and name != ".reg":
+            to, *of = rest.replace(" ", "").split(",")
+            value = known[name](*map(values, of))
+            if to[0] == "$":
+                operands[int(to[1:])] = value
+            else:
+                registers[to] = value
+    return operands[0], operands[1]
+
+
+def halves_in_words(values):
+    """Two float16 a word [N, 4] -> two words [N]."""
+    return list(np.ascontiguousarray(values, np.float16).view(np.uint32).T)
+
+
+def test_codes_become_float16_by_their_bits():
+    """PTX adds the products of all codes and inputs to sums in float16, rounded after each half-byte."""
+    rng = np.random.default_rng(0)
+    codes = np.stack([rng.permutation(256) for _ in range(4)], 1)
+    low, high = (np.float16(rng.normal(size=codes.shape) * 2.0**13) for _ in range(2))
+    before = np.float16(rng.normal(size=codes.shape) * 20)
+    words = codes.astype(np.uint8).view(np.uint32)[:, 0]
+    operands = [None, None, words, *halves_in_words(low), *halves_in_words(high), *halves_in_words(before)]
+    got = np.stack(run_ptx(one_token.PTX, operands), 1).view(np.float16)
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    wanted = before
+    for half, x in (codes % 16, low), (codes // 16, high):
+        number = np.where(half < 8, 1, -1) * sizes[half % 8]
+        wanted = np.float16(wanted.astype(float) + number * 2.0**-14 * x.astype(float))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_inputs_become_float16_by_powers_of_two():
+    """Those of a group, in bfloat16, are exact down to 2^-28 of its largest one; a group of zeros stays zero."""
+    rng = np.random.default_rng(0)
+    x = (
+        rng.choice([-1, 1], size=(5, 32))
+        * rng.integers(128, 256, size=(5, 32))
+        * 2.0 ** rng.integers(-27, 1, size=(5, 32))
+    )
+    x *= np.array([[2.0**-90], [1], [8], [2.0**100], [0]])
+    numbers, factors = map(np.asarray, one_token._scaled(to_jax(x)))
+    largest = np.abs(numbers[:4]).max(1)
+    assert ((largest >= 2.0**14) & (largest < 2.0**15)).all()
+    np.testing.assert_array_equal(numbers.astype(float) * 2.0**-14 * factors[:, None], x)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1000.0])
+def test_a_single_token_is_as_precise_as_bfloat16(outlier):
+    """Although sums are in float16, also with an input that is much larger than all others."""
+    x, *given, _ = draw_mxfp4(1)
+    x = to_jax(np.where(np.arange(MXFP4_DIM) == 40, outlier, 1.0) * np.asarray(x, np.float64), "bfloat16")
+    wanted = expected_mxfp4(x, *given, None, "silu")
+    got = expert_mlp(x, *given, activation="silu", implementation="gpu", interpret=True)
+    assert np.linalg.norm(np.asarray(got) - wanted) < 0.001 * np.linalg.norm(wanted)
 
 
 @pytest.mark.slow

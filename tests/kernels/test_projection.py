@@ -68,6 +68,20 @@ class TestProjection:
             agree(y, exact(x) @ exact(w).T, "bfloat16")
 
     @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_adds_biases(self, by, case):
+        """To those products that have one, and before the residual."""
+        x, norm, matrices = draw(1, *case, "bfloat16")
+        random = np.random.default_rng(2)
+        biases = [to_jax(random.normal(size=len(w)), "bfloat16") for w in matrices]
+        for given in biases, [None, *biases[1:]], [*biases[:-1], None]:
+            got = projection(x, *matrices, norm=norm, biases=given, **by)
+            for w, b, y in zip(matrices, given, got, strict=True):
+                agree(y, normed(x, norm) @ exact(w).T + (0 if b is None else exact(b)), "bfloat16")
+        residual = to_jax(random.normal(size=(len(x), len(matrices[0]))), "bfloat16")
+        (got,) = projection(x, matrices[0], biases=biases[:1], residual=residual, **by)
+        agree(got, exact(x) @ exact(matrices[0]).T + exact(biases[0]) + exact(residual), "bfloat16")
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
     @pytest.mark.parametrize("offset", [None, 2.0])
     def test_norms_its_inputs_first(self, by, case, offset):
         x, norm, matrices = draw(1, *case, "bfloat16")
