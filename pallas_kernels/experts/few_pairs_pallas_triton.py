@@ -163,7 +163,7 @@ def _sizes(rows: int, dim: int, width: int, packed: bool) -> dict[str, int]:
     if packed:
         default = {"inputs": 4, "warps": 4, "stages": 3, "outputs": 64, "parts": 1}
         if rows == 1:
-            default = {"units": 32, "outputs": 32, "warps": 8, "together": 4}
+            default |= {"outputs": 16, "parts": 4}
         return tuned("expert_mlp_mxfp4", case, default)
     return tuned("expert_mlp", case, {"inputs": 256, "warps": 1, "stages": 3})
 

@@ -165,7 +165,7 @@ def test_all_tokens_may_have_the_same_experts():
     ],
 )
 def test_experts_in_mxfp4_by_definition(tokens, activation):
-    """With biases and without, and for a single token also on the matrix units, and in steps of one load."""
+    """With biases and without, and for a single token also without the matrix units, in steps of one load and of four."""
     *given, biases = draw_mxfp4(tokens, seed=tokens)
     for added in biases, None:
         wanted = expected_mxfp4(*given, added, activation)
@@ -173,12 +173,24 @@ def test_experts_in_mxfp4_by_definition(tokens, activation):
         assert got.dtype == np.float32
         assert close(got, wanted)
     if tokens == 1:
-        options = {"norm": None, "activation": activation, "total": None, "interpret": True}
         for sizes in (
             {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1},
             {"units": 32, "outputs": 16, "warps": 8, "together": 1},
+            ONE_TOKEN,
         ):
-            assert close(few_pairs.expert_mlp(*given, sizes=sizes, **options), wanted)
+            assert close(single_token(*given, activation, sizes=sizes), wanted)
+            added = single_token(*given, activation, biases=biases, sizes=sizes)
+            assert close(added, expected_mxfp4(*given, biases, activation))
+
+
+ONE_TOKEN = {"units": 32, "outputs": 32, "warps": 8, "together": 4}
+"""Sizes of the kernels without matrix units."""
+
+
+def single_token(*given, sizes, norm=None, biases=None):
+    *given, activation = given
+    options = {"activation": activation, "total": None, "interpret": True}
+    return few_pairs.expert_mlp(*given, norm=norm, biases=biases, sizes=sizes, **options)
 
 
 @pytest.mark.slow
@@ -189,8 +201,12 @@ def test_tokens_of_experts_in_mxfp4_are_normed():
         gain = to_jax(np.linspace(0.5, 2, MXFP4_DIM), "bfloat16")
         wide = np.asarray(x, np.float64)
         normed = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 0.5) * np.asarray(gain, np.float64)
-        got = expert_mlp(x, *given, norm=Norm(gain, 0.5), implementation="gpu", interpret=True)
-        assert close(got, expected_mxfp4(normed, *given, "silu"))
+        wanted = expected_mxfp4(normed, *given, "silu")
+        assert close(expert_mlp(x, *given, norm=Norm(gain, 0.5), implementation="gpu", interpret=True), wanted)
+        if tokens == 1:
+            *given, biases = given
+            norm = Norm(gain, 0.5)
+            assert close(single_token(x, *given, "silu", norm=norm, biases=biases, sizes=ONE_TOKEN), wanted)
 
 
 def run_ptx(text, operands):
@@ -285,7 +301,7 @@ def test_a_single_token_is_as_precise_as_bfloat16(outlier):
     x, *given, _ = draw_mxfp4(1)
     x = to_jax(np.where(np.arange(MXFP4_DIM) == 40, outlier, 1.0) * np.asarray(x, np.float64), "bfloat16")
     wanted = expected_mxfp4(x, *given, None, "silu")
-    got = expert_mlp(x, *given, activation="silu", implementation="gpu", interpret=True)
+    got = single_token(x, *given, "silu", sizes=ONE_TOKEN)
     assert np.linalg.norm(np.asarray(got) - wanted) < 0.001 * np.linalg.norm(wanted)
 
 
