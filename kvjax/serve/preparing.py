@@ -144,13 +144,18 @@ class Preparer:
 
     def chat(self, request: ChatRequest, client: str, use: Use | None = None) -> Prompt:
         """Prompt of a request to `/v1/chat/completions` by a client, which may continue a saved conversation."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            said = "this model has no chat template; send a prompt to /v1/completions instead of messages"
+            raise APIError(400, said, param="messages", code="invalid_messages")
         if use is not None:
             _check_session(request)
         arguments, kind = dict(request.chat_template_kwargs or {}), None
         if request.tools and request.tool_choice != "none":
-            kind = tool_format(None if self.tokenizer is None else self.tokenizer.chat_template)
+            kind = tool_format(self.tokenizer.chat_template)
             if kind is None:
-                raise APIError(400, "the format in which this model calls tools is not known; omit it", param="tools")
+                raise APIError(
+                    400, "the format in which this model calls tools is not known; omit tools", param="tools"
+                )
             if "tools" in arguments:
                 raise APIError(
                     400,
@@ -168,7 +173,6 @@ class Preparer:
             ids = self.chat_ids(request.messages, arguments or None)
         else:
             ids = self._continued(saved[0], request.messages, arguments or None)
-        assert self.tokenizer is not None
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         limits = [each for each in (request.max_completion_tokens, request.max_tokens) if each is not None]
         most = min(limits, default=self.most_new)
@@ -209,7 +213,9 @@ class Preparer:
         if not request.cache_report:
             return None
         if not self._settings.reports:
-            raise APIError(400, "this server reports no caches; omit it", param="cache_report", code="unsupported")
+            raise APIError(
+                400, "this server reports no caches; omit cache_report", param="cache_report", code="unsupported"
+            )
         assert self.tokenizer is not None
         return [self.tokenizer.decode([token], skip_special=False) for token in ids]
 
