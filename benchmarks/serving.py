@@ -6,7 +6,7 @@ The load is open: requests arrive at random times (a Poisson process) whether or
 come from processes of their own, through `/v1/completions`, as streams. Answers have the number of tokens that was asked
 for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_API_KEY` has the key, if the server needs one.
 
-Prints one JSON object. Times are in seconds: `ttft` from a request to its first event, `gap` between two events of a
+Prints one JSON object, with the first error of each status other than 200. Times are in seconds: `ttft` from a request to its first event, `gap` between two events of a
 stream, `total` from a request to its end.
 """
 
@@ -57,9 +57,10 @@ class Load:
 
 @dataclass
 class Answer:
-    """One answer. `status` is that of HTTP; 0 if the connection failed, or the stream ended early."""
+    """One answer. `status` is that of HTTP; 0 if the connection failed, or the stream ended early. `error` is why."""
 
     status: int = 0
+    error: str = ""
     tokens: int = 0
     sent: float = 0.0
     events: list[float] = field(default_factory=list)
@@ -103,11 +104,11 @@ async def _ask(load: Load, prompt: Sequence[int]) -> Answer:
             elif event.get("usage"):
                 answer.tokens = event["usage"]["completion_tokens"]
     except RefusedError as error:
-        answer.status = error.status
-    except (OSError, EOFError, ValueError):
-        answer.status = 0
-    else:  # without an end
-        answer.status = 0
+        answer.status, answer.error = error.status, error.text
+    except (OSError, EOFError, ValueError) as error:
+        answer.status, answer.error = 0, str(error)
+    else:
+        answer.status, answer.error = 0, "the stream ended early"
     return answer
 
 
@@ -121,7 +122,7 @@ class RefusedError(Exception):
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text}")
-        self.status = status
+        self.status, self.text = status, text
 
 
 async def events(url: str, key: str, body: bytes, route: str = "/v1/completions") -> AsyncGenerator[bytes]:
@@ -174,6 +175,8 @@ def summary(load: Load, answers: Sequence[Answer]) -> dict[str, Any]:
     statuses = sorted({answer.status for answer in answers})
     row: dict[str, Any] = {name: value for name, value in asdict(load).items() if name != "key"}
     row["statuses"] = {str(status): sum(answer.status == status for answer in answers) for status in statuses}
+    errors = {str(answer.status): answer.error for answer in reversed(answers) if answer.status != 200}
+    row |= {"errors": errors} if errors else {}
     if not good:
         return row
     seconds = max(answer.ended for answer in good) - min(answer.sent for answer in good)

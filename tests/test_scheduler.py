@@ -18,7 +18,10 @@ from kvjax.runtime.scheduler import Scheduler, Schedulers, Ticket
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """A job of the fake batch: it samples `name`, `name + 1`, … until `stops` tokens, or as many as are allowed."""
+    """A job of the fake batch: it samples `name`, `name + 1`, … until `stops` tokens, or as many as are allowed.
+
+    Its `stop` ends it after `halts` tokens.
+    """
 
     name: int
     max_new_tokens: int
@@ -27,6 +30,11 @@ class Wish:
     given: tuple[int, ...] = ()
     grammar: Any = None
     tops: int = 0
+    halts: int | None = None
+
+    @property
+    def stop(self) -> Any:
+        return None if self.halts is None else lambda token: token - self.name + 1 == self.halts
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -36,6 +44,17 @@ class Wish:
     def tokens(self) -> list[int]:
         count = self.max_new_tokens if self.stops is None else min(self.stops, self.max_new_tokens)
         return list(range(self.name, self.name + count))
+
+    @property
+    def expected(self) -> list[int]:
+        """The tokens up to where `stop` ends it."""
+        return self.tokens[: self.halts]
+
+    @property
+    def why(self) -> str:
+        if self.halts is not None and self.halts <= len(self.tokens):
+            return "stop"
+        return "eos" if self.ends and self.tokens[-1] == self.ends[0] else "length"
 
 
 class FakeBatch:
@@ -131,12 +150,15 @@ class Schedules(RuleBasedStateMachine):
     )
     def begin(self, rows: int, steps: int, blocks: int, batches: int, most: int) -> None:
         self.batches = [FakeBatch(rows, most) for _ in range(batches)]
-        if batches == 1:
-            self.scheduler = Scheduler(self.batches[0], steps=steps, block_calls=blocks)
-        else:
-            self.scheduler = Schedulers(self.batches, steps=steps, block_calls=blocks)
+        how: dict[str, Any] = {"steps": steps, "block_calls": blocks, "on_end": self.row_has_read_no_further}
+        self.scheduler = Scheduler(self.batches[0], **how) if batches == 1 else Schedulers(self.batches, **how)
         self.tickets: list[Ticket] = []
         self.broken = self.cancelled = 0
+
+    @staticmethod
+    def row_has_read_no_further(batch: Any, ticket: Ticket, row: int) -> None:
+        if ticket.ended != "cancelled":
+            assert len(batch.left[row]) == len(ticket.job.tokens) - len(ticket.tokens)
 
     @rule(
         new=st.integers(1, 9),
@@ -144,9 +166,12 @@ class Schedules(RuleBasedStateMachine):
         stops=st.none() | st.integers(1, 9),
         given=st.booleans(),
         grammar=st.sampled_from([None, None, "g"]),
+        halts=st.none() | st.integers(1, 9),
     )
-    def submit(self, new: int, blocks: int, stops: int | None, given: bool, grammar: str | None) -> None:
-        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else (), grammar)
+    def submit(
+        self, new: int, blocks: int, stops: int | None, given: bool, grammar: str | None, halts: int | None
+    ) -> None:
+        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else (), grammar, halts=halts)
         self.tickets.append(self.scheduler.submit(wish))
 
     @rule(new=st.integers(1, 9), samples=st.integers(1, 5))
@@ -174,11 +199,10 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def tokens_are_those_of_the_job(self) -> None:
         for ticket in getattr(self, "tickets", []):
-            whole = ticket.job.tokens
+            whole = ticket.job.expected
             assert ticket.tokens == whole[: len(ticket.tokens)]
-            if ticket.ended in ("eos", "length"):
-                assert ticket.tokens == whole
-                assert ticket.ended == ("eos" if ticket.job.ends and whole[-1] == ticket.job.ends[0] else "length")
+            if ticket.ended in ("eos", "length", "stop"):
+                assert (ticket.tokens, ticket.ended) == (whole, ticket.job.why)
             if ticket.ended == "failed":
                 assert ticket.error is not None
 
@@ -316,6 +340,21 @@ def test_one_prompt_that_fails_does_not_fail_others() -> None:
     assert (good.ended, good.tokens) == ("length", [0, 1, 2, 3, 4])
     assert bad.ended == "failed"
     assert str(bad.error) == "reading failed"
+
+
+def test_a_stop_that_fails_ends_its_own_job() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Broken(Wish):
+        @property
+        def stop(self) -> Any:
+            return lambda token: 0 // (1002 - token)
+
+    scheduler = Scheduler(FakeBatch(2), steps=3)
+    good, bad = scheduler.submit(Wish(0, 8)), scheduler.submit(Broken(1000, 8))
+    while scheduler.busy:
+        scheduler.turn()
+    assert (good.ended, len(good.tokens)) == ("length", 8)
+    assert (bad.ended, str(bad.error)) == ("failed", "integer division or modulo by zero")
 
 
 def test_a_batch_that_fails_begins_anew() -> None:

@@ -151,7 +151,7 @@ def serve(
         str | None,
         typer.Option("--name", help="Name of the model for clients. [default: its source]", show_default=False),
     ] = None,
-    no_page: Annotated[bool, typer.Option("--no-page", help="Serve no web page at /.")] = False,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Serve no web page at /, nor reports for it.")] = False,
     access: Access,
     limits: Limits,
 ) -> None:
@@ -211,7 +211,7 @@ def serve(
     if sessions is not None and prefill_block is None:
         raise typer.BadParameter("conversations are continued in blocks; give --prefill-block", param_hint="--sessions")
     params = source.load()
-    page = not no_page and params.tokenizer is not None
+    page = not no_page and params.tokenizer is not None and bool(params.tokenizer.chat_template)
     batch = make_batch(
         count,
         stored,
@@ -232,6 +232,7 @@ def serve(
         ),
         copies=int(sessions is not None or (page and source.mesh is not None)),
     )
+    saved = None if sessions is None else Sessions(sessions.expanduser(), session_limit, batch)
     shared = Settings(
         name or source.model or NAME,
         keys,
@@ -253,7 +254,6 @@ def serve(
     def ready() -> None:
         console.say("progress", f"ready after {time.perf_counter() - begun:.0f} s")
 
-    saved = None if sessions is None else Sessions(sessions.expanduser(), session_limit, batch)
     if not run(Server(params, batch, shared, steps=steps, sessions=saved), access.host, access.port, ready):
         raise typer.Exit(1)
 

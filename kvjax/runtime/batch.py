@@ -9,7 +9,7 @@ Nothing here waits for the device. `kvjax.runtime.scheduler` decides what happen
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -77,6 +77,8 @@ class Job:
             as text. None shares none.
         begun: a cache of the prompt's first tokens, to go on from, for batches with `block`.
         tops: how many of the most likely tokens of each step to report, for batches with `tops`.
+        stop: takes each sampled token, and returns whether the sequence ends with it. It serves this job alone. The cache has
+            then read no further, but calls are one step long for all rows meanwhile.
     """
 
     prompt: Sequence[int]
@@ -89,6 +91,7 @@ class Job:
     share: str | None = None
     begun: Begun | None = None
     tops: int = 0
+    stop: Callable[[int], bool] | None = None
 
     @property
     def total(self) -> int:

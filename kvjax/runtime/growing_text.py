@@ -27,8 +27,8 @@ class GrowingText:
         self._held = ""  # complete characters that may begin a stop string
         self.stopped = False
 
-    def push(self, token: int) -> None:
-        """Add one token."""
+    def push(self, token: int) -> bool:
+        """Add one token. Returns `stopped`."""
         text = self._held + self._decoder.push(token)
         if self._stop:
             # A new stop string ends in new text, so it begins in the withheld text.
@@ -37,10 +37,11 @@ class GrowingText:
             if found:
                 self._pieces.append(whole[: min(found)])
                 self.stopped = True
-                return
+                return True
         certain = len(text) - max((_begun(text, string) for string in self._stop), default=0)
         self._pieces.append(text[:certain])
         self._held = text[certain:]
+        return self.stopped
 
     def take(self) -> str:
         """Text that has become certain since the last call: complete characters that cannot begin a stop string."""

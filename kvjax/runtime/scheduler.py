@@ -7,8 +7,8 @@
             ...  # has new tokens, or has ended
 
 A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
-before. So the device always has work while the host reads tokens. While a row has a grammar, a call is one step, whose
-result is taken at once.
+before. So the device always has work while the host reads tokens. While a row has a grammar, or ends where its job's
+`stop` says so, a call is one step, whose result is taken at once.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import numpy as np
 AHEAD = 256
 """Waiting prompts among which others are looked for that are read together with the next one."""
 
-Ended = Literal["eos", "length", "cancelled", "failed"]
+Ended = Literal["eos", "length", "stop", "cancelled", "failed"]
 
 
 class Job(Protocol):
@@ -38,6 +38,8 @@ class Job(Protocol):
     def grammar(self) -> Any: ...
     @property
     def tops(self) -> int: ...
+    @property
+    def stop(self) -> Any: ...
 
 
 class Runner(Protocol):
@@ -70,6 +72,7 @@ class Ticket:
         tokens, logprobs: sampled tokens so far, and their log-probabilities.
         tops: for each of them, ids and log-probabilities of as many most likely tokens as the job asks for.
         ended: why the sequence ended; None while it waits or runs.
+        stopped: whether the job's `stop` has ended it. Its row then ends before the next step.
         error: the error, if it failed.
         reused: number of prompt tokens whose state was stored, see `kvjax.runtime.prefixes`.
     """
@@ -79,6 +82,7 @@ class Ticket:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     tops: list[Tops] = dataclasses.field(default_factory=list)
     ended: Ended | None = None
+    stopped: bool = False
     error: Exception | None = None
     reused: int = 0
 
@@ -197,7 +201,7 @@ class Scheduler:
         try:
             self._fill()
             self._release()
-            if any(ticket.job.grammar is not None for ticket in self._owners.values()):
+            if any(_by_step(ticket.job) for ticket in self._owners.values()):
                 return self._turn_by_step()
             return self._take(keep_last=self._dispatch(self.steps))
         except Exception as error:
@@ -205,11 +209,11 @@ class Scheduler:
             return self._fail(error)
 
     def _turn_by_step(self) -> list[Ticket]:
-        """Dispatch a single step, and take its results, as grammars have to see each token before the next."""
+        """Dispatch a single step, and take its results, as jobs have to see each token before the next."""
         changed = self._take(keep_last=False)
         allowed: dict[int, Any] = {}
         for row, ticket in self._owners.items():
-            if ticket.job.grammar is not None and ticket.ended is None:
+            if ticket.job.grammar is not None and ticket.ended is None and not ticket.stopped:
                 bits = self._allowed(ticket)
                 if bits is None:
                     changed.append(ticket)
@@ -313,7 +317,7 @@ class Scheduler:
     def _dispatch(self, steps: int) -> bool:
         """Dispatch a call that decodes, if there are rows for it. Returns whether another one may follow it."""
         live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
-        stop = [row for row, ticket in live.items() if ticket.ended is not None]
+        stop = [row for row, ticket in live.items() if ticket.ended is not None or ticket.stopped]
         self._stopped.update(stop)
         leave = bool(self._waiting or self._reading or self._ready)
         if live:
@@ -359,7 +363,7 @@ class Scheduler:
                 changed[id(ticket)] = ticket
             if not live[row]:
                 if ticket.ended is None:
-                    ticket.ended = "eos" if ticket.tokens and ticket.tokens[-1] in ticket.job.ends else "length"
+                    ticket.ended = _why(ticket)
                 changed[id(ticket)] = ticket
                 self._stopped.discard(row)
                 if self.on_end is not None:
@@ -375,6 +379,11 @@ class Scheduler:
             # Of the first token there is one, of a call there are many.
             ids, values = (x[row].reshape(-1, x.shape[-1])[: len(tokens), : ticket.job.tops].tolist() for x in tops)
             ticket.tops += [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
+        if ticket.job.stop is not None:
+            try:
+                ticket.stopped = any(ticket.job.stop(token) for token in tokens.tolist())
+            except Exception as error:  # of this job alone
+                ticket.ended, ticket.error = "failed", error
 
     def _fail(self, error: Exception) -> list[Ticket]:
         """End all jobs that are in the batch, whose state is lost, and begin with an empty one."""
@@ -392,6 +401,18 @@ class Scheduler:
         self._free = list(range(self.batch.rows))[::-1]
         self.batch.reset()
         return list(lost.values())
+
+
+def _by_step(job: Job) -> bool:
+    """Whether a job has to see each token before the next."""
+    return job.grammar is not None or job.stop is not None
+
+
+def _why(ticket: Ticket) -> Ended:
+    """Why a row has ended that nobody has cancelled."""
+    if ticket.stopped:
+        return "stop"
+    return "eos" if ticket.tokens and ticket.tokens[-1] in ticket.job.ends else "length"
 
 
 def _host(tickets: Iterable[Ticket], result: Any) -> Any:

@@ -209,7 +209,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
 
     def saved_sessions() -> Sessions:
         if server.sessions is None:
-            refused = "this server saves no sessions; omit it, or start the server with --sessions"
+            refused = "this server saves no sessions; omit session, or start the server with --sessions"
             raise APIError(400, refused, param="session", code="unsupported")
         return server.sessions
 

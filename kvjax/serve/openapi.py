@@ -19,7 +19,6 @@ UNSTATED = frozenset(
         "invalid_tools",  # two have the same name
         "too_many_sequences",  # prompts times `n`
         "unknown_tool",
-        "unsupported_with_session",  # `stop`, or `n` above 1
         UNSUPPORTED,
     }
 )

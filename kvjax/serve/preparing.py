@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from kvjax.conversion import turns
 from kvjax.conversion.tokenizer import Tokenizer
 from kvjax.models import Params
 from kvjax.runtime.batch import Batch, Begun, Job
+from kvjax.runtime.growing_text import GrowingText
 from kvjax.runtime.prompts import check_messages, for_chat, token_ids
 from kvjax.runtime.request import Request, check_request, row_seeds
 
@@ -43,6 +44,7 @@ class Prompt:
         share: with whom states of the prompt may be shared, as `kvjax.runtime.batch.Job` has it.
         texts: the text of each token, if it is reported which of them are kept.
         saved: whether the conversation is saved at the end.
+        tokenizer: by which rows end exactly at stop strings, if it is saved. Later tokens cannot be taken out of a cache.
         begun: the cache of the prompt's first tokens, if a saved conversation goes on.
         messages: the conversation so far, if it is saved.
         tops: how many of the most likely tokens of each step are reported.
@@ -55,6 +57,7 @@ class Prompt:
     share: str | None = None
     texts: Sequence[str] | None = None
     saved: bool = False
+    tokenizer: Tokenizer | None = None
     begun: Begun | None = None
     messages: Sequence[dict[str, Any]] = ()
     tops: int = 0
@@ -73,9 +76,15 @@ class Prompt:
                 share=self.share,
                 begun=self.begun,
                 tops=self.tops,
+                stop=self._stop_of(each),
             )
             for each in self.requests
         ]
+
+    def _stop_of(self, request: Request) -> Callable[[int], bool] | None:
+        if self.tokenizer is None or not request.stop:
+            return None
+        return GrowingText(self.tokenizer, self.ids, request.stop).push
 
 
 class Preparer:
@@ -135,13 +144,18 @@ class Preparer:
 
     def chat(self, request: ChatRequest, client: str, use: Use | None = None) -> Prompt:
         """Prompt of a request to `/v1/chat/completions` by a client, which may continue a saved conversation."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            said = "this model has no chat template; send a prompt to /v1/completions instead of messages"
+            raise APIError(400, said, param="messages", code="invalid_messages")
         if use is not None:
             _check_session(request)
         arguments, kind = dict(request.chat_template_kwargs or {}), None
         if request.tools and request.tool_choice != "none":
-            kind = tool_format(None if self.tokenizer is None else self.tokenizer.chat_template)
+            kind = tool_format(self.tokenizer.chat_template)
             if kind is None:
-                raise APIError(400, "the format in which this model calls tools is not known; omit it", param="tools")
+                raise APIError(
+                    400, "the format in which this model calls tools is not known; omit tools", param="tools"
+                )
             if "tools" in arguments:
                 raise APIError(
                     400,
@@ -159,7 +173,6 @@ class Preparer:
             ids = self.chat_ids(request.messages, arguments or None)
         else:
             ids = self._continued(saved[0], request.messages, arguments or None)
-        assert self.tokenizer is not None
         parsing = Parsing(thinks(self.tokenizer), is_open(self.tokenizer, ids), kind)
         limits = [each for each in (request.max_completion_tokens, request.max_tokens) if each is not None]
         most = min(limits, default=self.most_new)
@@ -171,7 +184,7 @@ class Preparer:
             return prompt
         said = [message.model_dump(exclude_none=True) for message in request.messages]
         messages, begun = ([*saved[0].messages, *said], saved[1]) if saved else (said, None)
-        return dataclasses.replace(prompt, saved=True, messages=messages, begun=begun)
+        return dataclasses.replace(prompt, saved=True, tokenizer=self.tokenizer, messages=messages, begun=begun)
 
     def _continued(
         self, conversation: Conversation, messages: Sequence[Message], arguments: Mapping[str, Any] | None
@@ -200,7 +213,9 @@ class Preparer:
         if not request.cache_report:
             return None
         if not self._settings.reports:
-            raise APIError(400, "this server reports no caches; omit it", param="cache_report", code="unsupported")
+            raise APIError(
+                400, "this server reports no caches; omit cache_report", param="cache_report", code="unsupported"
+            )
         assert self.tokenizer is not None
         return [self.tokenizer.decode([token], skip_special=False) for token in ids]
 
@@ -378,11 +393,6 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 
 def _check_session(request: ChatRequest) -> None:
     """Raise unless the answer can be saved as the end of a conversation."""
-    # A row ends some tokens after a stop string, and these cannot be taken out of its cache again.
-    for name, given in (("stop", bool(request.stop)), ("n", (request.n or 1) > 1)):
-        if given:
-            said = f"session and {name} are not supported together; omit one"
-            raise APIError(400, said, param=name, code="unsupported_with_session")
     if request.messages[-1].role not in ("user", "tool"):
         raise APIError(
             400, "with session, the last message must be of a user or a tool", param="messages", code="invalid_messages"

@@ -352,6 +352,11 @@ class ChatRequest(Sampled):
             {"top_logprobs": SOME, "logprobs": but(YES)}, "top_logprobs needs logprobs; send logprobs: true, or omit it"
         ),
         Refused({"cache_report": YES, "n": SEVERAL}, "cache_report and n > 1 are not supported together"),
+        Refused(
+            {"session": GIVEN, "n": SEVERAL},
+            "n must be 1 with session, which continues from a single answer; send n: 1, or omit session",
+            param="n",
+        ),
         Refused({"response_format": FORM, "ignore_eos": YES}, "response_format and ignore_eos do not go together"),
         Refused({"response_format": FORM, "tools": FILLED}, "response_format and tools are not supported together"),
         Refused({"tool_choice": MUST_CALL, "ignore_eos": YES}, "tool_choice and ignore_eos do not go together"),
@@ -374,7 +379,8 @@ class ChatRequest(Sampled):
         Field(
             min_length=1,
             max_length=64,
-            description="Save the conversation at the end: `new`, or the id of a session, which these messages continue.",
+            description="Save the conversation at the end: `new`, or the id of a session, which these messages continue. "
+            "A session has one answer to each request, so `n` must be 1.",
         ),
     ] = None
     response_format: ResponseFormat | None = None

@@ -263,6 +263,6 @@ class Worker:
         each = self._sequences.get(ticket)
         if each is not None and each.watched:
             each.kept = batch.kept_positions(row)
-        if each is not None and each.saved and ticket.ended in ("eos", "length"):
+        if each is not None and each.saved and ticket.ended in ("eos", "length", "stop"):
             caches, tokens, _ = batch.copy_row(row)
             each.cache = Begun(caches, tokens)

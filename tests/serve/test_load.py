@@ -44,6 +44,8 @@ def test_load_through_a_socket(client: Client) -> None:
     assert {answer.tokens for answer in answers} == {NEW}
     row = summary(load, answers + bad)
     assert row["statuses"] == {"200": 12, "404": 2}
+    assert "'other' is not served here" in row["errors"]["404"]
+    assert list(row["errors"]) == ["404"]
     assert row["tokens"] == 12 * NEW
     assert 0 < row["ttft_p50"] <= row["ttft_p99"] <= row["total_p99"]
     assert row["tokens_per_second"] > 0

@@ -1,5 +1,6 @@
 """Requests that the server refuses: by headers, by size, and by what they ask for."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,17 @@ def test_options_that_a_server_lacks(letters: Params) -> None:
         assert "temperature" in reply.json["error"]["message"]
         (prompt,) = client.server.preparer.completion(CompletionRequest(**TEXT, top_p=1), "")
         assert prompt.jobs[0].sampler.top_p is None
+
+
+def test_a_model_without_a_chat_template(letters: Params) -> None:
+    tokenizer = copy.copy(letters.tokenizer)
+    tokenizer.chat_template = None
+    with serving(letters.replace(tokenizer=tokenizer), idle=True) as client:
+        for more in ({}, {"cache_report": True}, {"response_format": {"type": "json_object"}}):
+            reply = client.post("/v1/chat/completions", CHAT | more)
+            check_schema(client, "/v1/chat/completions", CHAT | more, reply)
+            assert (reply.status, reply.json["error"]["param"]) == (400, "messages")
+            assert "send a prompt to /v1/completions" in reply.json["error"]["message"]
 
 
 def test_texts_that_are_certainly_too_long_are_not_tokenised(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

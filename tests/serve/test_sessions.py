@@ -5,44 +5,22 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from serve_client import NEW, ROWS, TOTAL, Client, Reply, serving
+from serve_client import NEW, Client
+from serve_sessions import BLOCK, OPTIONS, POLICY, TURNS, ask, call, exact, finish, sampled, server, without_files
 
 from kvjax.models import Params
-from kvjax.runtime import decoding
-from kvjax.runtime import rows as programs
 from kvjax.runtime.batch import Batch, Begun, Job
-from kvjax.runtime.prefixes import blocks_from_start
-from kvjax.runtime.request import row_seeds
-from kvjax.runtime.sampling import make_sampler
 from kvjax.serve import session_file
 from kvjax.serve.metrics import compilations
 from kvjax.serve.session_file import Conversation, DamagedError
 from kvjax.serve.settings import digest
-
-POLICY, BLOCK, KEYS = "snapkv:40", 16, frozenset({digest("one"), digest("two")})
-TURNS = ["abcdefghijklmnopqrstuvwxyzABCDEFGHIJ", "KLMNOPQRSTUVWXYZ0123456789", "again"]
-OPTIONS: dict[str, Any] = {"temperature": 0.8, "max_tokens": 6, "logprobs": True, "return_token_ids": True}
-
-
-def ask(client: Client, text: str, name: str, key: str = "one", **more: Any) -> Reply:
-    body = OPTIONS | {"messages": [{"role": "user", "content": text}], "session": name, "seed": len(text)} | more
-    return client.post("/v1/chat/completions", body, headers={"authorization": f"Bearer {key}"})
-
-
-def call(client: Client, method: str, name: str = "", key: str = "one") -> Reply:
-    path = "/v1/sessions" + (f"/{name}" if name else "")
-    return client.run(client.call(method, path, headers={"authorization": f"Bearer {key}"}))
-
-
-def server(letters: Params, folder: Path, **options: Any) -> Any:
-    return serving(letters, POLICY, block=BLOCK, prefixes=2, folder=folder, keys=KEYS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,50 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saving(letters: Params, folder: Path) -> Iterator[Client]:
     with server(letters, folder) as client:
         yield client
-
-
-def sampled(reply: Reply) -> tuple[list[int], list[float]]:
-    assert reply.status == 200, reply.text
-    (choice,) = reply.json["choices"]
-    return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
-
-
-def finish(batch: Batch, reading: Any, job: Job, row: int) -> tuple[list[int], list[float]]:
-    """Run a row to its end."""
-    first = batch.insert(reading, job, row)
-    tokens, logprobs = [int(first.token[0])], [float(first.logprob[0])]
-    live = True
-    while live:
-        found = batch.serve(4)
-        count, live = int(found.filled[row]), bool(found.live[row])
-        tokens += np.asarray(found.tokens)[row, :count].tolist()
-        logprobs += np.asarray(found.logprobs)[row, :count].tolist()
-    return tokens, logprobs
-
-
-def without_files(batch: Batch, turns: Sequence[tuple[Sequence[int], Any]]) -> list[tuple[list[int], list[float]]]:
-    """Answers to turns of a conversation whose cache never leaves the device. A turn has tokens, and a job's options."""
-    found: list[tuple[list[int], list[float]]] = []
-    ids: list[int] = []
-    reading: Any = None
-    for row, (tail, options) in enumerate(turns):
-        done = len(ids) - 1 if ids else 0
-        ids = [*ids, *tail]
-        job = Job(ids, **options)
-        total: Any = np.asarray([job.total], np.int32)
-        if reading is None:
-            (*_, reading) = batch.read_blocks(job)
-        else:
-            for part in blocks_from_start(ids[done:], BLOCK):
-                block = decoding.padded([part], BLOCK)
-                reading = programs.read_block(batch.policy, batch.reader, batch.weights, reading, *block, total)
-        found.append(finish(batch, reading, job, row % batch.rows))
-        ids += found[-1][0]
-        at: Any = np.asarray([row % batch.rows], np.int32)
-        taken, _ = programs.take(batch.policy, batch.specs, batch.state, at)
-        logits: Any = np.zeros((1, batch.engine.config.vocab_size), np.float32)
-        reading = dataclasses.replace(taken, logits=jax.numpy.array(logits))
-    return found
 
 
 def test_a_conversation_goes_on_after_a_restart(letters: Params, saving: Client, folder: Path) -> None:
@@ -121,24 +55,8 @@ def test_a_conversation_goes_on_after_a_restart(letters: Params, saving: Client,
         with server(letters, folder) as restarted:
             answers.append(sampled(ask(restarted, text, again)))
     assert answers[2] == sampled(third)
-    assert answers[1][0] == [
-        token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", [])
-    ]
-
-    sizes: dict[str, Any] = {"rows": ROWS, "prompt_len": TOTAL - NEW, "max_new_tokens": NEW, "block": BLOCK}
-    batch = Batch(
-        letters, POLICY, **sizes, anchor="start", sampling=("temperature", "top_k", "top_p", "min_p"), masked=True
-    )
-    prompts = [
-        letters.tokenizer.encode(text, add_special=False) for text in (TURNS[0] + " ", *(f" {x} " for x in TURNS[1:]))
-    ]
-    turns: list[tuple[Sequence[int], Any]] = []
-    for ids, text in zip(prompts, TURNS, strict=True):
-        sampler = jax.tree.map(np.asarray, make_sampler(OPTIONS["temperature"], None, None, None))
-        turns.append(
-            (ids, {"max_new_tokens": 6, "seed": row_seeds(len(text), [0])[0], "ends": (63,), "sampler": sampler})
-        )
-    assert without_files(batch, turns) == answers
+    assert answers[1] == sampled(second)
+    assert exact(letters, POLICY, [(text, OPTIONS["max_tokens"]) for text in TURNS]) == answers
 
 
 def test_sessions_are_listed_and_deleted_by_their_key(saving: Client) -> None:
@@ -189,8 +107,6 @@ def test_names_of_requests_are_no_paths(
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"stop": ["x"]}, "stop"),
-        ({"n": 2}, "n"),
         ({"session": ""}, "session"),
         ({"session": "a" * 65}, "session"),
         ({"session": 1}, "session"),
