@@ -17,7 +17,7 @@ heads keep a sixteenth of the prompt. Head types are calibrated on RULER's varia
 
 LENGTH = 16384
 ETAS = (0.8, 0.6, 0.4, 0.2)
-PLACE = f"RULER at {LENGTH}, by share kept"
+PLACE = f"{LENGTH} tokens"
 SETTING = "RULER at 128k tokens, Llama-3-8B-1M; a figure"
 
 
@@ -31,7 +31,7 @@ claim = partial(Claim, own="RULER", measure="RULER score", at=PLACE, setting=SET
 CLAIMS = (
     *(
         claim(
-            f"With η = {eta:g} it scores about as well as with the whole prompt",
+            f"If adaptive heads keep a share η = {eta:g} of the prompt, CateKV scores about as well as with the whole prompt",
             "Figure 8b, section 4.4.2",
             "the performance of the full cache is maintained down to about 0.6; the margin is ours",
             method=kept(eta),
@@ -42,7 +42,7 @@ CLAIMS = (
     ),
     *(
         claim(
-            f"With η = {eta:g} it scores lower than with 0.6",
+            f"With η = {eta:g} CateKV scores lower than with 0.6",
             "Figure 8b, section 4.4.2",
             "below about 0.6 a significant decline",
             method=kept(0.6),

@@ -24,7 +24,7 @@ TABLE_6 = "12 tasks of RULER at 128k tokens, Llama-3-8B-1M; each query attends t
 
 def place(length: int) -> str:
     """What rows call a length."""
-    return f"RULER at {length}"
+    return f"{length} tokens"
 
 
 claim = partial(Claim, own="RULER", measure="RULER score", setting=SETTING)

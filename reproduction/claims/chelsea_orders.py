@@ -27,7 +27,7 @@ claim = partial(Claim, own="layers", measure="perplexity", method="chelsea", at=
 
 CLAIMS = (
     claim(
-        "Alternating division costs less than halves or random division",
+        "Dividing chunks alternately costs less than dividing them into halves or at random",
         "Theorem 6.1",
         "alternating division is optimal for the sum of similarities between the halves (a proof)",
         others=("chelsea, halves", "chelsea, at random"),

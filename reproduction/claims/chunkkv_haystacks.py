@@ -16,7 +16,7 @@ ABOUT = """\
 Numbers, codes, pass keys and a sentence, each inserted at several depths of every book, question-aware. The hybrid keeps chunks in the lower half of the
 layers and single tokens, by SnapKV, in the upper half."""
 
-PLACE = "128 slots, all kinds"
+PLACE = "128 slots, all kinds of needles"
 
 CLAIMS = (
     Claim(

@@ -19,7 +19,8 @@ ABOUT = """\
 The beginning of a book is the prompt, and each policy keeps a tenth of it. Three measures cover all layers. *L1 loss*: mean absolute difference
 of the cached keys and values from the full cache, where evicted tokens count as zero. *Attention cosine*: cosine similarity of attention over all tokens and
 attention over the kept tokens, for the queries that follow. *Jaccard*: similarity of the tokens that adjacent layers keep, averaged over KV heads (the paper
-logs only the first head)."""
+logs only the first head). These measures describe caches, not quality, so they give no verdict. The paper does not say how its L1 loss compares caches
+of different sizes."""
 
 PLACE = "10 % of the prompt"
 SETTING = "LLaMA-3-8B-Instruct, LongBench, 10 %"

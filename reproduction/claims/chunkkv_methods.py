@@ -17,8 +17,8 @@ def chunks(size: int) -> str:
 
 
 def reusing(layers: int) -> str:
-    """The name in rows of ChunkKV where `layers` layers share a choice."""
-    return f"chunkkv, {layers} layers a choice"
+    """The name in rows of ChunkKV where `layers` layers share indices."""
+    return f"chunkkv, {layers} layers share indices"
 
 
 def variants(budget: int, window: int) -> dict[str, Policy]:

@@ -10,8 +10,8 @@ from .claim import Claim, Measured
 TITLE = "ChunkKV: chunk size and index reuse"
 
 ABOUT = """\
-The beginning of each book is prefilled, and a policy keeps a tenth of it. The rest is fed token by token through the compressed cache, and all of it is
-kept. The paper scores LongBench."""
+The beginning of each book is prefilled, and a policy keeps a tenth of it. The rest is fed token by token through the compressed cache. ChunkKV and SnapKV
+keep all of it; H2O and StreamingLLM evict, so their caches are smaller. The paper scores LongBench."""
 
 PLACE = "10 % of the prompt"
 SETTING = "LongBench, LLaMA-3-8B-Instruct"

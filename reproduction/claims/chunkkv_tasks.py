@@ -12,7 +12,7 @@ TITLE = "ChunkKV: GSM8K and Chinese tasks"
 ABOUT = """\
 Problems of GSM8K after eight solved examples, and two Chinese tasks of LongBench. A tenth of the prompt is kept, question-aware."""
 
-GSM, CHINESE = "GSM8K, 10 %", "Chinese tasks, 10 %"
+GSM, CHINESE = "10 % of the prompt", "Chinese tasks, 10 % of the prompt"
 
 gsm8k = partial(Claim, own="GSM8K", measure="GSM8K accuracy", at=GSM)
 longbench = partial(Claim, own="LongBench", measure="LongBench score", at=CHINESE)

@@ -15,8 +15,8 @@ Verdict = Literal["holds", "fails", "undecided", "no headroom", "proxy", "bound"
 """The verdict on a claim against one other method.
 
 "holds", "fails" and "undecided" are judged by the paper's own measure. "no headroom": the model is about as good with StreamingLLM as with
-the full cache, so methods cannot be distinguished. "proxy": the measure is not the paper's. "bound": the other is an upper bound. "not judged":
-there are numbers, but none of StreamingLLM, so the headroom is unknown.
+the full cache, so methods cannot be distinguished. "proxy": the measure is not the paper's, or not of quality. "bound": the other is an upper
+bound. "not judged": there are numbers, but none of StreamingLLM, so the headroom is unknown.
 """
 
 FULL, STREAMING = "full", "streaming_llm"
@@ -31,11 +31,13 @@ class Measure:
         better: which of two numbers is the better one.
         show: a format string.
         kind: the papers' kind of measure; None if no paper uses it.
+        meaning: for pages, where the text of a section does not say it.
     """
 
     better: Literal["lower", "higher"]
     show: str
     kind: Kind | None = None
+    meaning: str = ""
 
     @property
     def sign(self) -> int:
@@ -45,7 +47,9 @@ class Measure:
 
 MEASURES: Mapping[str, Measure] = {
     "perplexity": Measure("lower", "{:.2f}", "perplexity"),
-    "agreement": Measure("higher", "{:.1%}"),
+    "agreement": Measure(
+        "higher", "{:.1%}", meaning="share of predictions whose most likely token is the same as with the full cache"
+    ),
     "recall of important tokens": Measure("higher", "{:.1%}", "recall"),
     "attention recalled": Measure("higher", "{:.1%}", "recall"),
     "L1 loss of the cache": Measure("lower", "{:.4f}", "layers"),
@@ -55,7 +59,7 @@ MEASURES: Mapping[str, Measure] = {
     "RULER score": Measure("higher", "{:.1%}", "RULER"),
     "LongBench score": Measure("higher", "{:.1%}", "LongBench"),
     "GSM8K accuracy": Measure("higher", "{:.1%}", "GSM8K"),
-    "cache in MB": Measure("lower", "{:.1f}"),
+    "cache in MB": Measure("lower", "{:.1f}", meaning="allocated for one text, with slots for new tokens"),
 }
 """All measures, by name."""
 

@@ -23,7 +23,7 @@ SETTING = "one text of NarrativeQA, 32k tokens"
 
 def place(budget: int, length: int) -> str:
     """What rows call a budget in texts of a length."""
-    return f"budget {budget} of {length}"
+    return f"{length} tokens, budget {budget}"
 
 
 CLAIMS = tuple(

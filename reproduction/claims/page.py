@@ -2,8 +2,9 @@
 
 import importlib
 import pkgutil
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from benchmarks import report
 from reproduction import claims
 
 from . import times
-from .claim import Claim, Pair, Row, Table, Verdict, table
+from .claim import MEASURES, Claim, Pair, Row, Table, Verdict, table
 
 PAPERS = {
     "treekv": "TreeKV",
@@ -26,20 +27,20 @@ CONCLUSIONS = {
     "treekv": "TreeKV has the lowest perplexity of the four small caches in books of 4k to 16k tokens. Only its advantage over H2O at 4k is undecided.",
     "chelsea": "Chelsea decodes faster and takes less memory than the full cache, as claimed. At a quarter of the cache it finds fewer needles than "
     "StreamingLLM and CaM with SmolLM2. The [leaderboard](LEADERBOARD) has Chelsea above StreamingLLM and SnapKV, with a larger model and other tasks.",
-    "clusterkv": "ClusterKV recalls more important tokens than Quest with both models, except at the smallest budget with Qwen. Cosine similarity "
-    "recalls more than inner product in most comparisons, and no more than L2 distance.",
-    "chunkkv": "ChunkKV finds more needles than H2O and StreamingLLM with both models, and more than SnapKV with SmolLM2. The best chunk size depends on "
-    "the model: with SmolLM2, chunks of 30 find more than the paper's chunks of 10.",
-    "catekv": "Tokens that CateKV selects once receive nearly as much attention as tokens that Quest selects for each query. CateKV decodes faster and takes "
-    "less memory than the full cache at 500 thousand tokens.",
+    "clusterkv": "ClusterKV recalls more of the important tokens than Quest with both models, except at the smallest budget with Qwen. Clustering by cosine "
+    "similarity recalls more than clustering by inner product in most comparisons, and no more than by L2 distance.",
+    "chunkkv": "ChunkKV finds more needles than H2O and StreamingLLM with both models, and more than SnapKV with SmolLM2. With SmolLM2, chunks of 30 "
+    "find more than the paper's chunks of 10; with Qwen the difference is undecided.",
+    "catekv": "In its consistent heads, CateKV selects tokens only once. They receive nearly as much attention as those that Quest selects for each query. "
+    "CateKV decodes faster and takes less memory than the full cache at 500 thousand tokens.",
 }
 """What a paper's page begins with. tests/reproduction/test_papers.py compares each sentence with the verdicts."""
 
 INTRODUCTION = """\
 # Checks of published claims
 
-**Most claims that could be checked hold.** The table counts comparisons of one method with one other. The models, texts and lengths are
-smaller than the papers', so a failed check does not refute a paper.
+**Most comparisons with a verdict hold.** Each compares one method with one other, and the table counts them. For quality, models are smaller than the papers'
+and most texts are shorter, so a failed check does not refute a paper.
 """
 
 RULES = """\
@@ -51,11 +52,12 @@ Methods are compared sample by sample; a sample is a book or a question. The dif
 - **fails**: the difference is significant and against the claim.
 - **undecided**: the difference is not significant.
 
-If a claim allows a margin, the margin is subtracted first. A comparison gets no verdict in these cases:
+If a claim allows a margin, a loss within the margin does not count against it. Such a claim holds if the loss is significantly below the margin, and fails
+if it is significantly above. A comparison gets no verdict in these cases:
 
-- *proxy*: the measure is not the paper's.
-- *no headroom*: the full cache and StreamingLLM do not differ significantly, so no method can be distinguished from another.
-- *bound*: the other method is an upper bound.
+- *proxy*: the measure is not the paper's, or it compares caches instead of quality.
+- *no headroom*: the full cache and StreamingLLM do not differ significantly, so the test leaves no room for a difference.
+- *bound*: the other result is an upper bound for every method, or for the other method itself. Falling short of it is no failure.
 - *not judged*: StreamingLLM was not measured, so the headroom is unknown.
 
 Perplexity is dominated by nearby tokens, so it says little about recall of distant text. Needles, RULER and questions about a text measure that.
@@ -201,11 +203,17 @@ def _not_measured(found: _Found) -> str:
         for section, module in found.of(paper).items():
             left = [claim for claim in module.CLAIMS if len(found.measured(section, claim)) < len(claim.pairs)]
             lines += [
-                f"- {claim.says}{_against(found, section, claim)} ({claim.where}; {claim.measure}, {claim.at})."
+                f"- {claim.says}{_against(found, section, claim)} ({claim.where}; {claim.measure}{_place(claim)})."
                 for claim in left
             ]
         lines.append("")
     return "\n".join(lines)
+
+
+def _place(claim: Claim) -> str:
+    """A claim's place, if the claim does not name it."""
+    there, said = (set(re.findall(r"\w+", text.lower())) for text in (claim.at, claim.says))
+    return "" if there <= said else f", {claim.at}"
 
 
 def _against(found: _Found, section: str, claim: Claim) -> str:
@@ -235,6 +243,7 @@ def _section(section: str, module: ModuleType, found: _Found, there: Sequence[in
     """A section's text, claims, verdicts, and all numbers."""
     title = module.TITLE.partition(": ")[2]
     parts = [f"## {title[0].upper()}{title[1:]}\n", f"{module.ABOUT}\n"]
+    parts += _meanings(row.measure for index in there for row in found.tables[index][section].values())
     measured = [(claim, pairs) for claim in module.CLAIMS if (pairs := found.measured(section, claim))]
     settings = {claim.setting for claim, _ in measured}
     lines = []
@@ -249,6 +258,13 @@ def _section(section: str, module: ModuleType, found: _Found, there: Sequence[in
         about = ", ".join(f"{key} {value}" for key, value in found.rows[index][section]["settings"].items())
         parts += [f"Means with {name} ({about}; {_samples(rows)} samples):\n", _numbers(list(rows.values()))]
     return parts
+
+
+def _meanings(names: Iterable[str]) -> list[str]:
+    """A line about the measures that have a meaning for pages, if there are any."""
+    meanings = {name: MEASURES[name].meaning for name in names}
+    told = [f"*{name[0].upper()}{name[1:]}*: {meaning}." for name, meaning in meanings.items() if meaning]
+    return [" ".join(told) + "\n"] if told else []
 
 
 def _claims(of_claims: Sequence[Sequence[Pair]], found: _Found, section: str, there: Sequence[int]) -> str:

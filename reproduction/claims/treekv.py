@@ -71,7 +71,7 @@ CLAIMS = (
         at=BEYOND,
     ),
     claim(
-        "Always keeping the left of two tokens costs little",
+        "Always keeping the older of two neighbours, not the more attended one, costs little",
         "Figure 5, section 5.4",
         "minor variations (a figure; one book of 65k tokens); the margin is ours",
         method=LEFT,
@@ -80,7 +80,7 @@ CLAIMS = (
         margin=-0.1,
     ),
     claim(
-        "Always keeping the left of two tokens is still better than H2O",
+        "Always keeping the older of two neighbours is still better than H2O",
         "Figure 5, section 5.4",
         "below it (a figure; one book of 65k tokens)",
         method=LEFT,

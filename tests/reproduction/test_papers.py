@@ -165,7 +165,7 @@ def test_the_page_of_made_up_numbers():
     assert f"| 2 | {rule} | 6.12, 4.12 (difference 2.00 ± 0.63) | fails |" in treekv
     assert "| [TreeKV](claims/treekv.md) | toy | 3 | 9 | 0 | 0 |" in first
     assert "| `streaming_llm` | 13.12 | 13.12 | 13.12 | 13.12 |" in treekv
-    assert first.count("comparisons of one method") == 1
+    assert first.count("compares one method with one other") == 1
 
 
 def test_models_stand_side_by_side():
@@ -202,6 +202,21 @@ def test_every_claim_is_on_a_page():
     assert not [
         line for line in pages["reproduction.md"].partition("## Not measured")[2].splitlines() if line.startswith("- ")
     ]
+
+
+def test_places_are_in_the_list_unless_the_claim_names_them():
+    text = page.render([content({})])["reproduction.md"]
+    assert "\n- At 8192 tokens CateKV is comparable with full attention (Table 1; RULER score).\n" in text
+    assert "\n- Chunks of 16 do about as well as chunks of 256 (Table 4; LongBench score, cache of 20 %).\n" in text
+
+
+def test_measures_are_explained_where_they_are_shown():
+    """Those with a meaning, in each section that has them in a table, and in no other."""
+    claims = SECTIONS["chunkkv_reading"].CLAIMS
+    sections = {"chunkkv_reading": made_up(claims), "chunkkv_needle": made_up(SECTIONS["chunkkv_needle"].CLAIMS)}
+    _, needles, reading = page.render([content(sections)])["claims/chunkkv.md"].split("\n## ")
+    assert f"\n*Agreement*: {MEASURES['agreement'].meaning}.\n" in reading
+    assert "*Agreement*" not in needles
 
 
 def test_a_claim_that_is_measured_in_part_is_on_both_pages():
@@ -281,6 +296,7 @@ def test_conclusions_are_the_verdicts(found):
         ["undecided"],
     )
     assert found("chunkkv_needle", SMOLLM2, "chunkkv, chunks of 30") == ["fails"]
+    assert found("chunkkv_needle", QWEN, "chunkkv, chunks of 30") == ["undecided"]
 
     assert found("catekv_recall", QWEN, "quest") == found("catekv_recall", SMOLLM2, "quest") == ["holds"]
     assert timed("catekv", "TPOT", "memory") == {"holds"}
