@@ -389,10 +389,12 @@ def public_calls() -> str:
 
 
 def requests() -> str:
-    """Many requests through a running batch on an H100: the latest measurement of each workload and policy."""
-    latest = {(row["workload"], row["program"], row["policy"]): row for row in rows("throughput-h100.json")}
+    """Many requests through a running batch: the latest measurement of each workload, GPU and policy."""
+    measured = [row | {"gpu": name.upper()} for name in ("h100", "h200") for row in rows(f"throughput-{name}.json")]
+    latest = {(row["gpu"], row["workload"], row["program"], row["policy"]): row for row in measured}
     lines = [
         [
+            row["gpu"],
             _workload(row),
             row["program"],
             f"`{row['policy']}`",
@@ -404,8 +406,8 @@ def requests() -> str:
         ]
         for row in (latest[case] for case in sorted(latest))
     ]
-    heads = ["requests", "program", "policy", "rows", "tokens/s", "time, s", "compilation, s", "caches"]
-    return report.table(heads, lines, "lllr")
+    heads = ["GPU", "requests", "program", "policy", "rows", "tokens/s", "time, s", "compilation, s", "caches"]
+    return report.table(heads, lines, "llllr")
 
 
 def soak() -> str:

@@ -395,6 +395,12 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
     ]
 
 
+def test_how_much_faster_than_vllm_requests_are_answered():
+    rates = {row["policy"]: row["tokens_per_second"] for row in tables.rows("throughput-h200.json")}
+    first, second = (f"{rates[policy] / rates['full']:.2f}" for policy in ("rkv:1024", "rkv:512"))
+    assert f"{first} times as fast as vLLM with a budget of 1,024, and {second} times with 512" in SPEED
+
+
 def test_what_fits_an_h100_is_what_a_plan_finds():
     page = (ROOT / "docs/howto/devices.md").read_text(encoding="utf-8")
     assert "kvjax plan --model qwen3-32b --device h100 --context 65536\n" in page
