@@ -292,7 +292,16 @@ def weights() -> str:
 
 def several_devices() -> str:
     """Decoding over two GPUs, one row per case."""
-    heads = ["shape", "policy", "tokens × sequences", "mesh", "TPOT, ms", "tokens/s", "TPOT / bound", "cache per device"]
+    heads = [
+        "shape",
+        "policy",
+        "tokens × sequences",
+        "mesh",
+        "TPOT, ms",
+        "tokens/s",
+        "TPOT / bound",
+        "cache per device",
+    ]
     lines = [
         [
             row["shape"],
