@@ -62,8 +62,8 @@ TRIED = (
 _KERNELS = "--xla_gpu_experimental_use_collective_kernels="
 
 VARIANTS = {
-    "sums outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']} {_KERNELS}",
-    "XLA's sums in the graph": f"{_KERNELS}ALL_REDUCE",
+    "all-reduces outside of the graph": f"--xla_gpu_enable_command_buffer={CUDA_GRAPH_OPTIONS['xla_gpu_enable_command_buffer']} {_KERNELS}",
+    "XLA's all-reduces in the graph": f"{_KERNELS}ALL_REDUCE",
 }
 """Other ways to all-reduce, by XLA's flags."""
 

@@ -259,7 +259,7 @@ def fits(*names: str) -> str:
             sizes = (row[f"{what}_bytes"] / 1e9 for what in ("weight", "cache", "prefill", "decode"))
             policy = f"`{row['policy']}:{row['settings']['budget']}`"
             lines.append([settings["chip"], ", ".join(kinds), policy, *(f"{size:.1f} GB" for size in sizes)])
-    heads = ["chips", "layers in, embedding in", "policy", "weights", "cache", "reading", "decoding"]
+    heads = ["chips", "layers in, embedding in", "policy", "weights", "cache", "peak, prefill", "peak, decoding"]
     return report.table(heads, lines, "lllr")
 
 
@@ -295,7 +295,16 @@ def weights() -> str:
 
 def several_devices() -> str:
     """Decoding over two GPUs, one row per case."""
-    heads = ["shape", "policy", "tokens × rows", "mesh", "TPOT, ms", "tokens/s", "of bound", "cache per device"]
+    heads = [
+        "shape",
+        "policy",
+        "tokens × sequences",
+        "mesh",
+        "TPOT, ms",
+        "tokens/s",
+        "TPOT / bound",
+        "cache per device",
+    ]
     lines = [
         [
             row["shape"],
@@ -321,7 +330,7 @@ PROFILES = {
 """Columns of `profiles`."""
 
 _KINDS = {
-    "matrices": ("nvjet", "projection", "fused_decode_block"),
+    "matmuls": ("nvjet", "projection", "fused_decode_block"),
     "attention": ("decode_attention", "body_mosaic_gpu_kernel"),
     "all-reduces": ("nccl",),
 }

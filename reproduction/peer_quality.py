@@ -260,7 +260,7 @@ def section(content: Mapping[str, Any]) -> str:
         f"{about['budget']} tokens before the question is known. Both libraries get the same tokens and weights:",
         f"kvpress {peer['versions']['kvpress']} (PyTorch {peer['versions']['torch']}, {peer['device']}) and kvjax ({device(header)}). Scores are in percent. The "
         "paired difference has its 95 % interval (Student's t).",
-        "Measured by `python -m reproduction.peer_quality`.",
+        f"Prompts are numbered from 0 to {rows[0]['prompts'] - 1}. Measured by `python -m reproduction.peer_quality`.",
         "",
     ]
     cells = []
@@ -268,8 +268,12 @@ def section(content: Mapping[str, Any]) -> str:
         width = "" if row["interval"] is None else f" ± {100 * row['interval']:.1f}"
         method, *scores = _scores(row)
         cells.append([method, *scores, f"{100 * row['difference']:+.1f}{width}", *_alike(row)])
-    heads = ["method", "kvjax", "kvpress", "difference", "same answers", "scores that differ"]
+    heads = ["method", "kvjax", "kvpress", "difference", *_ALIKE]
     return "\n".join([*lines, report.table(heads, cells, "lrrrrl")])
+
+
+_ALIKE = "same answers", "prompts whose scores differ (number, task)"
+"""Headings of the cells of `_alike`."""
 
 
 def _scores(row: Mapping[str, Any]) -> list[str]:
@@ -292,9 +296,14 @@ def exact_section(content: Mapping[str, Any]) -> str:
     if same == asked:
         told = [
             f"**In {header['settings']['dtype']}, {same} of {asked} answers that both libraries gave are the same, word for word.** The differences "
-            "above are due to rounding in bfloat16,",
-            "of tokens with almost equal scores and of words with almost equal probabilities.",
+            "above are due to bfloat16. It rounds differently in the two libraries,",
+            "which changes the order of tokens with almost equal scores and of words with almost equal probabilities.",
         ]
+    most = max(row["prompts"] for row in rows)
+    missing = {row["method"]: most - row["prompts"] for row in rows if row["prompts"] < most}
+    if missing:  # kvjax answers all prompts of a batch at once, kvpress one at a time
+        by_method = ", ".join(f"{count} of `{method}`" for method, count in missing.items())
+        told.append(f"kvpress' run ended before it had given the other {sum(missing.values())} ({by_method}).")
     lines = [
         *told,
         "",
@@ -302,7 +311,7 @@ def exact_section(content: Mapping[str, Any]) -> str:
         f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}).",
         "",
     ]
-    heads = ["method", "kvjax", "kvpress", "same answers", "scores that differ"]
+    heads = ["method", "kvjax", "kvpress", *_ALIKE]
     return "\n".join([*lines, report.table(heads, [_scores(row) + _alike(row) for row in rows], "lrrrl")])
 
 

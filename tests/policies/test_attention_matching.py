@@ -270,7 +270,7 @@ def test_layers_that_do_not_read_again_are_as_without_it(tiny):
         (lambda: AttentionMatching(chunk=0), "chunk=0 is too small. Give 1"),
         (lambda: AttentionMatching(queries=0), "queries=0 is too small. Give 1"),
         (lambda: AttentionMatching(bound=-1.0), "bound=-1.0 is too small. Give 0"),
-        (lambda: AttentionMatching(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
+        (lambda: AttentionMatching(budget=4, prefix=9), "4 slots, but the policy always keeps the first 9 tokens"),
         (
             lambda: quantized(AttentionMatching(budget=8)).bind(TINY),
             "fitted weights, which quantised caches do not store",

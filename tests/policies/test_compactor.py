@@ -124,9 +124,10 @@ def test_equals_the_literal_algorithm(name):
         ({"chunk": 0}, "chunk=0 is too small. Give 1"),
         ({"sketch": 0}, "sketch=0 is too small. Give 1"),
         ({"ridge": -0.1}, "ridge=-0.1 is too small. Give 0"),
-        ({"budget": 11}, "11 slots, but 8 first and 4 last"),
+        ({"budget": 0.01, "sinks": 0, "recent": 0}, "gives 0 slots, but the policy needs at least one. Raise budget"),
+        ({"budget": 11}, "11 slots, but the policy always keeps the first 8 tokens and the last 4 tokens"),
     ],
 )
 def test_bad_hyperparameters(options, says):
     with pytest.raises(PolicyError, match=says):
-        Compactor(**options)
+        Compactor(**options).validate(60)

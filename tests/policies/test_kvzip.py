@@ -433,7 +433,7 @@ def test_layers_with_a_sliding_window_keep_everything():
         (lambda: KVzip(chunk=0), "chunk=0 is too small. Give 1"),
         (lambda: KVzip(slack=0.5), "slack=0.5 is too small. Give 1"),
         (lambda: KVzip(scope="head_level"), "scope='head_level'"),
-        (lambda: KVzip(budget=4, prefix=9), "4 slots, but 9 first and 0 last"),
+        (lambda: KVzip(budget=4, prefix=9), "4 slots, but the policy always keeps the first 9 tokens"),
         (lambda: quantized(KVzip()).bind(TINY), "changes its cache while decoding"),
         (
             lambda: by_head({"a": KVzip(), "b": SnapKV()}, [["a", "b"]] * 2).layer(make_case(0, [9], 1).spec),

@@ -145,7 +145,7 @@ def test_equals_the_literal_algorithm(name):
         ({"kernel": 4}, "kernel=4 is even. Give an odd width"),
         ({"weight": 1.5}, "weight=1.5 is out of range. Give 0 to 1"),
         ({"every": 0}, "every=0 is too small. Give 1"),
-        ({"budget": 7}, "7 slots, but 0 first and 8 last"),
+        ({"budget": 7}, "7 slots, but the policy always keeps the last 8 tokens"),
     ],
 )
 def test_bad_hyperparameters(options, says):

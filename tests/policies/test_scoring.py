@@ -226,7 +226,7 @@ def test_published_defaults_of_expected_attention():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: SnapKV(budget=31), "31 slots, but 0 first and 32 last"),
+        (lambda: SnapKV(budget=31), "31 slots, but the policy always keeps the last 32 tokens"),
         (lambda: SnapKV(kernel=4), "kernel=4 is even. Give an odd width"),
         (lambda: SnapKV(window=0), "window=0 is too small. Give 1"),
         (lambda: SnapKV(pool="sum"), "pool='sum' is unknown. Give one of 'max', 'avg'"),
@@ -235,7 +235,7 @@ def test_published_defaults_of_expected_attention():
         (lambda: H2O(recent=-1), "recent=-1"),
         (lambda: TOVA(budget=0), "budget=0"),
         (lambda: KNorm(dense_layers=-1), "dense_layers=-1"),
-        (lambda: ExpectedAttention(budget=3), "4 first and 0 last"),
+        (lambda: ExpectedAttention(budget=3), "keeps the first 4 tokens"),
         (lambda: ExpectedAttention(future=0), "future=0"),
         (lambda: TOVA(budget=0.01).validate(60), "gives 0 slots"),
     ],

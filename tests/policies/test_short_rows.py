@@ -131,6 +131,7 @@ def test_fractions_from_an_eighth_on_suit_any_length(name):
 
 def test_a_fraction_that_gives_a_long_prompt_too_little_is_refused(tiny):
     with pytest.raises(
-        PolicyError, match=r"^prompts 1 and 3 of 3: snapkv: a budget of 0.01 gives 3 slots, but 0 first and 32 last"
+        PolicyError,
+        match=r"^prompts 1 and 3 of 3: snapkv: a budget of 0.01 gives 3 slots, but the policy always keeps the last 32 tokens",
     ):
         kvjax.generate(tiny, [[1] * 300, [1, 2, 3], [1] * 300], "snapkv", 0.01, max_new_tokens=4)

@@ -382,7 +382,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
             "Check whether the file was truncated",
         ),
         (lambda: TriAttention(offsets=0), "offsets=0 is too small. Give 1"),
-        (lambda: TriAttention(budget=127), "127 slots, but 0 first and 128 last"),
+        (lambda: TriAttention(budget=127), "127 slots, but the policy always keeps the last 128 tokens"),
         (lambda: TriAttention(gqa="first"), "gqa='first'"),
         (
             lambda: by_head({"a": TriAttention(sets="heads"), "b": Full()}, [["a", "b"]] * 2).layer(

@@ -63,7 +63,7 @@ def test_rounds_rows_and_heads_draw_numbers_of_their_own():
         ({"kernel": 4}, "kernel=4 is even. Give an odd width"),
         ({"share": 1.5}, "share=1.5 is out of range. Give 0 to 1"),
         ({"variant": "kv"}, "'attnv', 'dkv'"),
-        ({"budget": 67}, "67 slots, but 4 first and 64 last"),
+        ({"budget": 67}, "67 slots, but the policy always keeps the first 4 tokens and the last 64 tokens"),
     ],
 )
 def test_bad_hyperparameters(options, says):

@@ -57,3 +57,16 @@ def test_answers_in_other_types_are_not_compared(tmp_path):
         (tmp_path / "theirs.jsonl").write_text(json.dumps(theirs) + "\n")
         with pytest.raises(SystemExit, match="kvjax has answered in float32, kvpress in bfloat16"):
             peer_quality.compare(tmp_path, None)
+
+
+def test_the_section_tells_which_answers_kvpress_did_not_give():
+    def row(method: str, prompts: int) -> dict:
+        scores = {"kvjax": 0.5, "kvpress": 0.5}
+        return {"method": method, "prompts": prompts, "same_answers": prompts, "differing": [], **scores}
+
+    peer = {"versions": {"kvpress": "1", "torch": "2"}, "device": "a GPU"}
+    header = {"settings": {"dtype": "float32"}, "peer": peer, "device": "1 x NVIDIA Abacus (gpu)"}
+    told = peer_quality.exact_section({"header": header, "rows": [row("full", 5), row("tova", 4), row("keydiff", 2)]})
+    assert "11 of 11 answers" in told
+    assert "ended before it had given the other 4 (1 of `tova`, 3 of `keydiff`)." in told
+    assert "the other" not in peer_quality.exact_section({"header": header, "rows": [row("full", 5), row("tova", 5)]})

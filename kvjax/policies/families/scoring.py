@@ -133,8 +133,11 @@ class PromptScorer(Policy):
         return pos >= 0, (pos < first) | (place >= stop - last)
 
     def validate(self, tokens: int) -> None:
-        first, last = self.always_kept(0)
-        needs = f"but {first} first and {last} last tokens are always kept, at least one in all. Raise budget, or keep fewer of them."
+        sizes = zip(("first", "last"), self.always_kept(0), strict=True)
+        ends = [f"the {end} {f'{count} tokens' if count > 1 else 'token'}" for end, count in sizes if count]
+        needs = "but the policy needs at least one. Raise budget."
+        if ends:
+            needs = f"but the policy always keeps {' and '.join(ends)}. Raise budget, or keep fewer of them."
         check_least(self.info.name, self.budget, tokens, self.least_slots, needs)
 
     def layer(self, spec: LayerSpec) -> CacheLayer[Any]:
