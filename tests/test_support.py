@@ -28,10 +28,10 @@ def support():
 def test_rows_by_hand(support, name):
     """AdaKV's heads share a store; Quest keeps everything in pages; SnapKV compresses the prompt; TreeKV evicts while it decodes."""
     expected = {
-        "adakv": ["yes", "no", "no", "no", "slots", "sharded", "no", "no"],
-        "quest": ["yes", "keeps all", "no", "yes", "heads", "sharded", "yes", "yes"],
-        "snapkv": ["yes", "with `recompress`", "yes", "yes", "heads", "sharded", "yes", "yes"],
-        "treekv": ["yes", "yes", "no", "yes", "heads", "replicated", "yes", "yes"],
+        "adakv": ["yes", "no", "no", "no", "slots", "sharded", "no", "no", "v5e"],
+        "quest": ["yes", "keeps all", "no", "yes", "heads", "sharded", "yes", "yes", "v5e, v6e"],
+        "snapkv": ["yes", "with `recompress`", "yes", "yes", "heads", "sharded", "yes", "yes", "v5e"],
+        "treekv": ["yes", "yes", "no", "yes", "heads", "replicated", "yes", "yes", "v5e, v6e"],
     }
     assert support.row(name) == [f"[`{name}`](/methods/{name}.md)", *expected[name]]
 

@@ -1,6 +1,8 @@
-"""The support matrix of policies, generated from their layers."""
+"""The support matrix of policies, generated from their layers and from what a TPU's compiler has compiled."""
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +34,7 @@ HEADS = [
     "mesh `sequence`",
     "GPU kernel",
     "TPU kernel",
+    "compiles for TPU",
 ]
 
 BLOCKS = {"whole": "no", "tokens": "token by token", "blocks": "yes"}
@@ -61,7 +64,14 @@ def row(name: str) -> list[str]:
         slots(layers),
         kernel(policy, GPU),
         kernel(policy, TPU),
+        ", ".join(step["generation"] for step in steps() if step["policy"] == name) or "no",
     ]
+
+
+@functools.cache
+def steps() -> list[dict[str, Any]]:
+    """Decode steps that a TPU's compiler has compiled, of policies and chips. A test writes them."""
+    return report.read(Path(report.__file__).parent / "results/tpu-steps.json")["rows"]
 
 
 def specs(config: ModelConfig) -> tuple[LayerSpec, ...]:

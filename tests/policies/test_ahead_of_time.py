@@ -1,22 +1,33 @@
-"""Every policy's decode step at the shape of Llama 3.1 8B and 32k tokens, compiled by the TPU's own compiler."""
+"""Every policy's decode step at the shape of Llama 3.1 8B and 32k tokens, compiled by the TPU's own compiler.
+
+With `KVJAX_TPU_STEPS=FILE`, the tests that pass add a row to FILE. The site's support matrix reads
+`benchmarks/results/tpu-steps.json`, which is written by
+
+    export KVJAX_TPU_STEPS=benchmarks/results/tpu-steps.json KVJAX_LONG_SHARE=all
+    python -m pytest -m "slow or long" tests/policies/test_ahead_of_time.py
+"""
 
 import dataclasses
+import os
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from filelock import FileLock
 from kernels.ahead_of_time import compile_for, temporaries
 from policies.facts import facts_of
 from policies.surrogates import model_inputs
 
+from benchmarks import report
 from kvjax.cache import layer_specs
 from kvjax.config import PRESETS
 from kvjax.models import ModelConfig, abstract
 from kvjax.policies import Policy, get_policy, policies
 from kvjax.runtime import decoding
-
-pytestmark = [pytest.mark.optimised, pytest.mark.rotating]
 
 LAYERS = {"chelsea": 8}
 """Layers, where not three: enough for policies that treat the first two differently, and more than may be copied."""
@@ -45,6 +56,8 @@ def tier(name: str) -> pytest.MarkDecorator:
     return pytest.mark.slow if facts_of(name).tier == "default" or name in WORKSPACE else pytest.mark.long
 
 
+@pytest.mark.optimised
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "generation"),
     [
@@ -72,3 +85,29 @@ def test_a_decode_step_copies_no_cache(name, generation):
     layers = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) for cache in caches]
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.95 * sum(layers)
     assert temporaries(compiled) < WORKSPACE.get(name, 1) * max(layers)
+    _keep(
+        {
+            "policy": name,
+            "generation": generation,
+            "layers": config.num_layers,
+            "cache_bytes": sum(layers),
+            "temporary_bytes": temporaries(compiled),
+        }
+    )
+
+
+def test_the_support_matrix_knows_all_policies():
+    found = report.read(Path(report.__file__).parent / "results/tpu-steps.json")["rows"]
+    assert {row["policy"] for row in found if row["generation"] == "v5e"} == set(NAMES)
+
+
+def _keep(row: dict[str, Any]) -> None:
+    """Put a row into the file of `KVJAX_TPU_STEPS`, if it is set, over an earlier one of the same policy and chip."""
+    if not (file := os.environ.get("KVJAX_TPU_STEPS")):
+        return
+    with FileLock(f"{file}.lock"):
+        settings = {"shape": "llama-3.1-8b", "context": 32768, "dtype": "bfloat16", "libtpu": version("libtpu")}
+        header, rows = report.begun(Path(file), report.header(**settings))
+        same = "policy", "generation"
+        others = [old for old in rows if any(old[key] != row[key] for key in same)]
+        report.write(Path(file), header, sorted([*others, row], key=lambda each: [each[key] for key in same]))
