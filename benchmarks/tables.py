@@ -399,7 +399,9 @@ def public_calls() -> str:
 
 def requests() -> str:
     """Many requests through a running batch: the latest measurement of each workload, GPU and policy."""
-    measured = [row | {"gpu": name.upper()} for name in ("h100", "h200") for row in rows(f"throughput-{name}.json")]
+    measured: list[Row] = [
+        row | {"gpu": name.upper()} for name in ("h100", "h200") for row in rows(f"throughput-{name}.json")
+    ]
     latest = {(row["gpu"], row["workload"], row["program"], row["policy"]): row for row in measured}
     lines = [
         [
