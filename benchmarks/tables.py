@@ -90,12 +90,15 @@ def beside_vllm() -> str:
         [row for row in group if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))]
         for group in (tokens, equal)
     )
+    workload = next((row["workload"] for row in equal if row["program"] == "vllm"), "")
     rates: dict[tuple[str, str], dict[str, float]] = {}  # tokens or requests per second, by program, policy and column
     for row in tokens:
         case = f"TPOT, {_case(row['prompt'], row['rows'])}"
         rates.setdefault((row["program"], row["policy"]), {})[case] = 1e3 / row["tpot_ms"]
     for row in equal:
-        count = int(row["workload"].split()[1].split(",")[0])
+        if row["workload"] != workload:
+            continue
+        count = int(workload.split()[1].split(",")[0])
         rates.setdefault((row["program"], row["policy"]), {})["reasoning"] = count / row["seconds"]
     base = rates["vllm", latest["policy"]]
     lines = []

@@ -378,6 +378,7 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
         "throughput-h100.json": [
             row("kvjax", "rkv:1024", "aa", workload="same 256,400,4096", seconds=64.0),
             row("kvjax", "full", "aa", workload="trace 128", seconds=1.0),
+            row("kvjax", "rkv:1024", "aa", workload="same 320,400,6144", seconds=1.0),
         ],
     }
     monkeypatch.setattr(tables, "rows", lambda name: made[name])

@@ -75,7 +75,7 @@ class Job:
         grammar: restricts the tokens, for batches with `masked`. It serves this job alone.
         share: with whom it may share stored states of prompts, for batches with `prefixes`: jobs with equal values, such
             as text. None shares none.
-        begun: a cache of the prompt's first tokens, to go on from, for batches with `block`.
+        begun: a cache of the prompt's first tokens, which is continued, for batches with `block`.
         tops: how many of the most likely tokens of each step to report, for batches with `tops`.
         stop: takes each sampled token, and returns whether the sequence ends with it. It serves this job alone. The cache has
             then read no further, but calls are one step long for all rows meanwhile.

@@ -7,8 +7,8 @@
             ...  # has new tokens, or has ended
 
 A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
-before. So the device always has work while the host reads tokens. While a row has a grammar, or ends where its job's
-`stop` says so, a call is one step, whose result is taken at once.
+before. So the device always has work while the host reads tokens. While a row has a grammar or its job a
+`stop`, a call is one step, whose result is taken at once.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Triton kernels of `expert_mlp` for a single token and matrices in MXFP4. `few_pairs_pallas_triton.py` calls them.
 
 For one row, the limit is the number of instructions per weight, and the matrix units would multiply seven rows of zeros.
-Here weights are multiplied in registers, two at a time, as float16: a code becomes a float16 by moving its bits, which
-gives the number times 2^-14, also where its exponent is zero, since float16 without an exponent is subnormal.
+Here weights are multiplied in registers, two at a time, as float16. A code becomes a float16 by moving its bits. This gives
+the number times 2^-14, also where its exponent is zero, since float16 without an exponent is subnormal.
 
 Inputs are in float16, too. Each group of 32 is multiplied by a power of two, so that its largest magnitude is at least 2^14
 and below 2^15. All but tiny inputs in bfloat16 are then exact. A sum of up to 32 products of a group is below 400. It is

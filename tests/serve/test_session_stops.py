@@ -1,4 +1,4 @@
-"""Stop strings in saved conversations: the row reads no further, so the conversation goes on exactly from there."""
+"""Stop strings in saved conversations: the row reads no further, so the conversation continues exactly from there."""
 
 import asyncio
 from collections.abc import Iterator
