@@ -10,7 +10,7 @@ from policies.driver import compositions
 import kvjax
 from kvjax.models import Params
 from kvjax.policies import Policy, get_policy
-from kvjax.runtime import decoding, engine, generation
+from kvjax.runtime import decoding, engine, generation, many
 from kvjax.runtime.engine import Engine
 
 PROMPTS = [[5, 9, 2, 7, 7, 1] * 9, [3, 1, 4] * 5 + [1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8] * 4]
@@ -142,6 +142,20 @@ def test_prompts_that_do_not_fit_are_read_in_blocks(tiny: Params, monkeypatch: p
         budget = 16 if policy == "streaming_llm" else None
         (got, *_) = kvjax.generate(tiny, PROMPTS, policy, budget, **OPTIONS)
         assert got.stats.prefill_block == block
+
+
+def test_a_list_is_read_in_blocks_only_if_one_prompt_does_not_fit(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts it has: a policy keeps other tokens in blocks, and running batches read few prompts at a time."""
+    monkeypatch.setattr(generation, "BLOCK", 16)
+    monkeypatch.setattr(many, "AT_ONCE", 64)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny))
+    one = kvjax.Full().nbytes(tiny.config, 1, 54, 6, tiny.dtype)
+    alone = [answer.tokens for answer in (kvjax.generate(tiny, ids, "snapkv:24,window=8", **OPTIONS) for ids in PROMPTS)]
+    for room, block in ((weights + one - 1, 16), (weights + one, None)):
+        monkeypatch.setattr(generation, "device_bytes", lambda room=room: room)
+        answers = kvjax.generate(tiny, PROMPTS, "snapkv:24,window=8", **OPTIONS)
+        assert {answer.stats.prefill_block for answer in answers} == {block}
+        assert block or [answer.tokens for answer in answers] == alone
 
 
 def test_positions_stay_within_the_cache_and_a_block(tiny: Params) -> None:

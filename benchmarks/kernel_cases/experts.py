@@ -85,9 +85,9 @@ def _sized(layer: Layer, tokens: int) -> Iterator[tuple[str, Any]]:
             for (units, warps, together), outputs in cuts:
                 sizes = {"units": units, "outputs": outputs, "warps": warps, "together": together}
                 yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)
-        cuts = ((16, 1, 1), (64, 1, 4)) if tokens > 1 else ((16, 4, 4),)
-        for (outputs, parts, warps), inputs, stages in product(cuts, (4, 8), (1, 2, 3, 4)):
-            sizes = {"inputs": inputs, "warps": warps, "stages": stages, "outputs": outputs, "parts": parts}
+            return
+        for (outputs, warps), inputs, stages in product(((16, 1), (64, 4)), (4, 8), (1, 2, 3, 4)):
+            sizes = {"inputs": inputs, "warps": warps, "stages": stages, "outputs": outputs}
             yield _name(sizes), partial(_normed, few_pairs.expert_mlp, sizes=sizes, **options)
         return
     if tokens <= few_pairs.FEW_ROWS:

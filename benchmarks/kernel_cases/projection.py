@@ -1,7 +1,7 @@
 """Benchmark cases of `projection` and `gated_projection`, the matmuls of a decode step (every model).
 
 With the norms, gates and residuals around them, at Llama-3.1-8B's shapes. At batch 1, a step spends most of its time in
-them. In bfloat16 also at the shapes of Qwen3-30B-A3B's attention.
+them. In bfloat16 also at the shapes of the attention of Qwen3-30B-A3B and gpt-oss-20b.
 
 `benchmarks.kernels` times them, and `tests/device/test_kernels.py` checks them.
 """
@@ -35,6 +35,9 @@ LAYERS = (
 SMALL_LAYERS = ("q, k and v", (4096, 512, 512), 2048), ("attention's output", (2048,), 4096)
 """As `LAYERS`, of Qwen3-30B-A3B."""
 
+UNEVEN_LAYERS = ("q, k and v", (4096, 512, 512), 2880), ("attention's output", (2880,), 4096)
+"""As `LAYERS`, of gpt-oss-20b."""
+
 KINDS = {"bfloat16": "float", "int8": "int8", "int4": "int4"}
 """Type of the weights, and its name in the rules of block sizes."""
 
@@ -44,6 +47,7 @@ def cases() -> Iterator[Case]:
     for (name, outputs, depth), rows, kind in [
         *product(LAYERS, (1, 8), KINDS),
         *product(SMALL_LAYERS, (1, 8), ["bfloat16"]),
+        *product(UNEVEN_LAYERS, (1,), ["bfloat16"]),
     ]:
         gated = name == "gate and up"
         way = partial(_way, gated, name in ("attention's output", "down"))
@@ -78,7 +82,7 @@ def _candidates(rows: int, depth: int, kind: str) -> Iterator[dict[str, int]]:
     else:
         without = product((8, 16, 32), (64, 128), (2, 4, 8), (1,), (0,))
     for outputs, inputs, warps, stages, units in [*with_units, *(without if rows == 1 else ())]:
-        if depth % inputs == 0 and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
+        if (depth % inputs == 0 or depth % 128) and outputs * inputs <= 16384 and (not units or outputs >= 16 * warps):
             yield {"outputs": outputs, "inputs": inputs, "warps": warps, "stages": stages, "units": units}
 
 

@@ -15,6 +15,7 @@ from kvjax.models.sharding import get_shard
 from kvjax.policies import Policy
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.generation import automatic_block
+from kvjax.runtime.many import prefilled_at_once
 
 from . import sessions
 from .task import Example, Format
@@ -67,7 +68,8 @@ class Plan:
         config = self.params.config
         policy = policy.for_model(config)
         shard = get_shard(self.mesh, config, heads_coupled=policy.info.heads_coupled)
-        return automatic_block(self.params, policy, shard, batch.rows, batch.prompt, batch.new_tokens)
+        rows = prefilled_at_once(policy, config, batch.rows, batch.prompt)
+        return automatic_block(self.params, policy, shard, rows, batch.prompt, batch.new_tokens)
 
     def row_bytes(self, policy: Policy, batch: Batch) -> dict[str, float]:
         """Bytes that each sequence of a batch holds on one device, whatever the mesh, by their names in result files.

@@ -235,6 +235,14 @@ def prefill_options(policy: Policy, specs: Specs, params: Params, *_: Any) -> Op
     return matmul_options(params)
 
 
+def insert_options(policy: Policy, specs: Specs, *_: Any) -> Options:
+    """XLA options for inserting a row on a GPU.
+
+    Loops of samplers are part of the CUDA graph. Otherwise the host would wait for all earlier work before each of them.
+    """
+    return CUDA_GRAPH_OPTIONS if specs[0].shard.mesh is None else {}
+
+
 def gpu_options_of(policy: Policy, specs: Specs, params: Params, *_: Any) -> Options:
     """XLA options for the loop on a GPU.
 

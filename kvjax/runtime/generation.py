@@ -24,7 +24,7 @@ from kvjax.runtime import decoding
 from kvjax.runtime.engine import Engine
 from kvjax.runtime.kept_share import kept_shares
 from kvjax.runtime.kept_state import KeptState
-from kvjax.runtime.many import runs_continuously, through_batches
+from kvjax.runtime.many import prefilled_at_once, runs_continuously, through_batches
 from kvjax.runtime.memory import device_bytes
 from kvjax.runtime.mesh import on_host, policy_shard
 from kvjax.runtime.processes import check_same, lost_processes
@@ -429,7 +429,7 @@ def automatic_block(
     Args:
         policy: bound to the model.
         shard: how devices share the model with the policy's cache.
-        rows: sequences that run together.
+        rows: sequences whose whole prompts are in memory together.
         longest: tokens of the longest prompt.
         new_tokens: maximum number of tokens that follow a prompt.
     """
@@ -506,8 +506,12 @@ class Run:
         elif self.room:
             raise ValueError(f"room={self.room} is for states; give return_state=True as well, or leave it out")
         if prefill_block is None:
-            longest, new = (max(map(count, self.rows)) for count in (lambda row: len(row.prompt), self._new_tokens))
-            self.prefill_block = automatic_block(params, self.policy, self.shard, len(self.rows), longest, new)
+            longest = max(len(row.prompt) for row in self.rows)
+            new = max(map(self._new_tokens, self.rows))
+            count = len(self.rows)
+            if not requests[0].sampler.is_own:
+                count = prefilled_at_once(self.policy, params.config, count, longest)
+            self.prefill_block = automatic_block(params, self.policy, self.shard, count, longest, new)
         self._check_lengths()
         for row in self.rows:
             if streamed or row.request.stop:

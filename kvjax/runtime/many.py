@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.filesize import decimal
 
 from kvjax.cache import Shard, bucket
-from kvjax.config import MLPConfig, MoEConfig
+from kvjax.config import MLPConfig, ModelConfig, MoEConfig
 from kvjax.models import Params
 from kvjax.models.sharding import along_data, bytes_per_device
 from kvjax.pallas_kernels.projection.types import FEW_ROWS
@@ -96,11 +96,7 @@ def runs_continuously(run: Run) -> bool:
     """Whether prompts of a call run through a running batch, instead of in batches that start and stop together."""
     if run.return_state:
         return True
-    if run.single or jax.process_count() > 1 or run.params.config.rope_changes_after is not None:
-        return False
-    try:
-        check_no_host_cache(run.policy)
-    except PolicyError:
+    if run.single or not _can_run_continuously(run.policy, run.params.config):
         return False
     if run.policy.info.keeps_by_threshold:  # to know what each sequence keeps at its end
         return True
@@ -111,6 +107,27 @@ def runs_continuously(run: Run) -> bool:
     lengths = [len(row.prompt) for row in run.rows]
     padded = len(lengths) * max(lengths)
     return padded > AT_ONCE and not (sum(lengths) >= ALIKE * padded and _all_fit(run, max(lengths)))
+
+
+def _can_run_continuously(policy: Policy, config: ModelConfig) -> bool:
+    """Whether a running batch supports the policy and the model, in this process."""
+    if jax.process_count() > 1 or config.rope_changes_after is not None:
+        return False
+    try:
+        check_no_host_cache(policy)
+    except PolicyError:
+        return False
+    return True
+
+
+def prefilled_at_once(policy: Policy, config: ModelConfig, rows: int, longest: int) -> int:
+    """How many of a list's prompts must fit the memory with all of their keys and values, if each is prefilled whole.
+
+    Args:
+        rows: number of prompts.
+        longest: tokens of the longest prompt.
+    """
+    return min(rows, max(AT_ONCE // longest, 1)) if _can_run_continuously(policy, config) else rows
 
 
 def _all_fit(run: Run, longest: int) -> bool:

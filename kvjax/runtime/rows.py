@@ -25,6 +25,7 @@ from kvjax.runtime.decoding import (
     decode_loop,
     empty_caches,
     gpu_options_of,
+    insert_options,
     of_steps,
     prefill_options,
     sample_token,
@@ -298,6 +299,7 @@ insert = Program(
     _insert,
     static=2,
     donate=(2,),
+    gpu_options=insert_options,
     partition=_over_mesh((_rows_partitions, _reading_partitions, ROWS, ROWS), (_rows_partitions, ROWS, ROWS, ROWS)),
     canonical=of_steps,
 )

@@ -7,8 +7,8 @@ There is a row of programs for each pair of a token and one of its experts. Prog
 pair has do nothing. The others read the expert's matrices once, multiply all tokens, and write the results of those
 that have the expert. So no pairs have to be sorted, and each pair's result depends on its token alone.
 
-The RMS norm of a single token needs no separate pass, as in `projection`, except for matrices in MXFP4, whose tokens are
-written in another order anyway.
+The RMS norm of a single token needs no separate pass, as in `projection`. A single token with matrices in MXFP4 is
+computed by `one_token_pallas_triton.py`.
 """
 
 import functools
@@ -80,12 +80,12 @@ def expert_mlp(
 
     Args:
         sizes: `inputs` read at a time, `warps` and `stages`, instead of the tuned sizes. In MXFP4, `inputs` are those of
-            each group, and there are also the `outputs` of a program, and the `parts` of a single token's inputs. With
-            `units`, a single token is computed by `one_token_pallas_triton.py`, whose sizes they are.
+            each group, and there are also the `outputs` of a program. A single token in MXFP4 has the sizes of
+            `one_token_pallas_triton.py`.
     """
     packed = isinstance(gate, GroupedMatrix)
     sizes = sizes or _sizes(x.shape[0], x.shape[1], down.shape[1], packed)
-    if packed and "units" in sizes:
+    if packed and x.shape[0] == 1:
         gain, eps, offset = norm or (None, None, None)
         options = {"activation": activation, "eps": eps, "offset": offset, "interpret": interpret, **sizes}
         outs = expert_outputs(experts.reshape(-1), x, gain, gate, up, down, biases, **options)
@@ -111,7 +111,7 @@ def _weighted(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("activation", "eps", "offset", "interpret", "inputs", "warps", "stages", "outputs", "parts"),
+    static_argnames=("activation", "eps", "offset", "interpret", "inputs", "warps", "stages", "outputs"),
 )
 def _call(
     pairs: Array,
@@ -130,12 +130,11 @@ def _call(
     warps: int,
     stages: int,
     outputs: int = OUTPUTS,
-    parts: int = 1,
 ) -> Float[Array, "P D"]:
     """Call the kernels. They are traced and lowered once for all layers."""
     (rows, dim), width, count = x.shape, down.shape[1], len(pairs)
     padded = max(8, pl.next_power_of_2(rows))
-    options = {"experts": down.shape[0] // dim, "padded": padded, "parts": parts, "interpreted": interpret}
+    options = {"experts": down.shape[0] // dim, "padded": padded, "interpreted": interpret}
     call = functools.partial(triton_call, warps=warps, stages=stages, interpret=interpret, name="expert_mlp")
     matrices: list[Any] = [codes_of(w) if isinstance(w, GroupedMatrix) else w for w in (gate, up, down)]
     first, second = inputs, inputs
@@ -161,10 +160,9 @@ def _sizes(rows: int, dim: int, width: int, packed: bool) -> dict[str, int]:
     """Return block sizes, by default the best on an H100 for bfloat16: inputs read at a time, warps and stages."""
     case = {"rows": rows, "inputs": dim, "hidden": width}
     if packed:
-        default = {"inputs": 4, "warps": 4, "stages": 3, "outputs": 64, "parts": 1}
-        if rows == 1:
-            default |= {"outputs": 16, "parts": 4}
-        return tuned("expert_mlp_mxfp4", case, default)
+        several = {"inputs": 4, "warps": 4, "stages": 3, "outputs": 64}
+        single = {"units": 32, "outputs": 32, "warps": 16, "together": 4}
+        return tuned("expert_mlp_mxfp4", case, single if rows == 1 else several)
     return tuned("expert_mlp", case, {"inputs": 256, "warps": 1, "stages": 3})
 
 
@@ -180,7 +178,6 @@ def _hidden(
     *,
     experts: int,
     padded: int,
-    parts: int,
     inputs: int,
     outputs: int,
     activation: str,
@@ -198,9 +195,8 @@ def _hidden(
         begin = expert * width + block * outputs
         if isinstance(gate, Codes):
             row = jnp.arange(padded, dtype=jnp.int32)
-            load = functools.partial(_some, x_ref, *((row * 0, row < parts) if parts > 1 else (row, row < rows)))
-            how = {"parts": parts, "members": inputs // 2, "interpreted": interpreted}
-            sums = products([gate, up], load, begin, outputs, padded, **how)
+            load = functools.partial(_some, x_ref, row, row < rows)
+            sums = products([gate, up], load, begin, outputs, members=inputs // 2, padded=padded, interpreted=interpreted)
         else:
             sums = _normed_sums(x_ref, (gate, up), gain_ref, begin, padded, inputs, eps, offset)
         # Round as separate calls for each product would.
@@ -260,7 +256,6 @@ def _outputs(
     *,
     experts: int,
     padded: int,
-    parts: int,
     rows: int,
     inputs: int,
     outputs: int,
@@ -276,10 +271,9 @@ def _outputs(
         place, has = _places(pairs_ref, pair, expert, rows, padded)
         begin = expert * dim + block * outputs
         if isinstance(down, Codes):
-            row = jnp.arange(padded, dtype=jnp.int32)
-            load = functools.partial(_some, hidden_ref, *((row * 0 + pair, row < parts) if parts > 1 else (place, has)))
-            how = {"parts": parts, "members": inputs // 2, "interpreted": interpreted}
-            (total,) = products([down], load, begin, outputs, padded, **how)
+            load = functools.partial(_some, hidden_ref, place, has)
+            how = {"members": inputs // 2, "padded": padded, "interpreted": interpreted}
+            (total,) = products([down], load, begin, outputs, **how)
         else:
             exists = jnp.broadcast_to(has[:, None], (padded, inputs))
 

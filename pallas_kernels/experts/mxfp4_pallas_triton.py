@@ -8,9 +8,6 @@ masked.
 Codes are placed where exponent and fraction of a float begin, from the right. This gives e2m1 numbers times a constant
 power of two, also where their exponent is zero, since floats without an exponent are subnormal. A factor makes them
 weights, and the matrix units multiply.
-
-The matrix units multiply at least eight rows. For a single row, these are parts of its inputs. Each part is multiplied by
-its own copy of the outputs, so that more threads read at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,56 +69,42 @@ def products(
     rows: Callable[[Int[Array, "_ C"], Bool[Array, " C"]], Float[Array, "R C"]],
     first: Array,
     count: int,
-    padded: int,
     *,
-    parts: int,
+    padded: int,
     members: int,
     interpreted: bool,
-) -> list[Float[Array, "O _"]]:
+) -> list[Float[Array, "O R"]]:
     """Multiply by the same `count` outputs of several matrices, from output `first` on, in float32.
 
     Args:
         matrices: matrices of one shape, whose arrays are references.
-        rows: function that loads inputs, by their places in the order of `member_order`, where a mask is set. Of a
-            single row that has parts, it loads the places of each part into a row.
+        rows: function that loads inputs, by their places in the order of `member_order`, where a mask is set.
         first: index of the first output.
         count: number of outputs.
         padded: R, number of rows with padding.
-        parts: parts of the inputs; 1 for several rows.
         members: bytes of a group that are read at a time.
         interpreted: avoid PTX, which the interpreter does not support.
-
-    Returns:
-        The products of all rows, or of one if it has parts.
     """
     (_, half), groups = matrices[0].levels.shape, matrices[0].scale.shape[1]
-    width = groups * min(dividing_block(half // groups, members), half // groups // parts)
-    steps = half // width // parts
-    line = jnp.arange(count * parts, dtype=jnp.int32)
-    output, begin = first + line % count, line // count * (steps * width)
-    own = jnp.arange(padded, dtype=jnp.int32)[:, None] * (steps * width) if parts > 1 else jnp.zeros((1, 1), jnp.int32)
+    width = groups * dividing_block(half // groups, members)
+    output = first + jnp.arange(count, dtype=jnp.int32)
     columns = [start + jnp.arange(size, dtype=jnp.int32) for start, size in spans(width)]
     factors = [[_factors(matrix, output, column % groups, column < width) for column in columns] for matrix in matrices]
 
     def step(i: Array, sums: list[Array]) -> list[Array]:
         for s, column in enumerate(columns):
             exists, place = column < width, i * width + column
-            x = [rows(own + (side + place)[None], exists) for side in (0, half)]
+            x = [rows((side + place)[None], exists) for side in (0, half)]
             for w, matrix in enumerate(matrices):
-                codes = _load(matrix.levels, output[:, None], begin[:, None] + place[None], exists)
+                codes = _load(matrix.levels, output[:, None], place[None], exists)
                 for each, part in zip(_weights(codes, factors[w][s], interpreted), x, strict=True):
                     sums[w] += jax.lax.dot_general(
                         each, part, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
                     )
         return sums
 
-    nothing = [jnp.zeros((count * parts, padded), jnp.float32) for _ in matrices]
-    found = [total * 2.0**LOWERED for total in jax.lax.fori_loop(0, steps, step, nothing)]
-    if parts == 1:
-        return found
-    own_part = (line // count)[:, None] == jnp.arange(padded, dtype=jnp.int32)[None]
-    sums = [jnp.sum(jnp.where(own_part, total, 0.0), axis=1) for total in found]
-    return [jnp.sum(total.reshape(parts, count), axis=0)[:, None] for total in sums]
+    nothing = [jnp.zeros((count, padded), jnp.float32) for _ in matrices]
+    return [total * 2.0**LOWERED for total in jax.lax.fori_loop(0, half // width, step, nothing)]
 
 
 def _load(ref: Any, row: Array, column: Array, exists: Bool[Array, " C"]) -> UInt8[Array, "O C"]:

@@ -165,7 +165,7 @@ def test_all_tokens_may_have_the_same_experts():
     ],
 )
 def test_experts_in_mxfp4_by_definition(tokens, activation):
-    """With biases and without, and for a single token also without the matrix units, in steps of one load and of four."""
+    """With biases and without, and for a single token in steps of one load and of four."""
     *given, biases = draw_mxfp4(tokens, seed=tokens)
     for added in biases, None:
         wanted = expected_mxfp4(*given, added, activation)
@@ -174,7 +174,6 @@ def test_experts_in_mxfp4_by_definition(tokens, activation):
         assert close(got, wanted)
     if tokens == 1:
         for sizes in (
-            {"inputs": 8, "warps": 4, "stages": 1, "outputs": 32, "parts": 1},
             {"units": 32, "outputs": 16, "warps": 8, "together": 1},
             ONE_TOKEN,
         ):
@@ -184,7 +183,7 @@ def test_experts_in_mxfp4_by_definition(tokens, activation):
 
 
 ONE_TOKEN = {"units": 32, "outputs": 32, "warps": 8, "together": 4}
-"""Sizes of the kernels without matrix units."""
+"""Sizes of the kernels for a single token."""
 
 
 def single_token(*given, sizes, norm=None, biases=None):
