@@ -144,13 +144,17 @@ def test_prompts_that_do_not_fit_are_read_in_blocks(tiny: Params, monkeypatch: p
         assert got.stats.prefill_block == block
 
 
-def test_a_list_is_read_in_blocks_only_if_one_prompt_does_not_fit(tiny: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_read_in_blocks_only_if_one_prompt_does_not_fit(
+    tiny: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many prompts it has: a policy keeps other tokens in blocks, and running batches read few prompts at a time."""
     monkeypatch.setattr(generation, "BLOCK", 16)
     monkeypatch.setattr(many, "AT_ONCE", 64)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny))
     one = kvjax.Full().nbytes(tiny.config, 1, 54, 6, tiny.dtype)
-    alone = [answer.tokens for answer in (kvjax.generate(tiny, ids, "snapkv:24,window=8", **OPTIONS) for ids in PROMPTS)]
+    alone = [
+        answer.tokens for answer in (kvjax.generate(tiny, ids, "snapkv:24,window=8", **OPTIONS) for ids in PROMPTS)
+    ]
     for room, block in ((weights + one - 1, 16), (weights + one, None)):
         monkeypatch.setattr(generation, "device_bytes", lambda room=room: room)
         answers = kvjax.generate(tiny, PROMPTS, "snapkv:24,window=8", **OPTIONS)

@@ -51,7 +51,7 @@ class Runner(Protocol):
     def reused(self) -> int: ...
     def together(self, job: Any) -> tuple[Any, int]: ...
     def reading(self, jobs: Any) -> Iterator[Any]: ...
-    def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
+    def insert(self, reading: Any, job: Any, row: int, allowed: Any = None, at: int = 0) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
     def restrict(self, allowed: Any) -> None: ...
     def serve(self, count: int, stop: Any = (), *, leave: bool = False) -> Any: ...
@@ -139,7 +139,7 @@ class Scheduler:
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
         self._reading: tuple[list[list[Ticket]], Iterator[Any]] | None = None
-        self._ready: deque[tuple[list[Ticket], Any]] = deque()
+        self._ready: deque[tuple[list[Ticket], Any, int]] = deque()  # with a reading, and the row in it
         self._under_way: deque[_Started | _Served] = deque()
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
@@ -160,7 +160,7 @@ class Scheduler:
     def begun(self) -> int:
         """Number of jobs whose prompt is being read, or that wait for a row with it."""
         reading = [] if self._reading is None else self._reading[0]
-        return sum(map(len, reading)) + sum(len(tickets) for tickets, _ in self._ready)
+        return sum(map(len, reading)) + sum(len(tickets) for tickets, *_ in self._ready)
 
     @property
     def running(self) -> int:
@@ -242,7 +242,7 @@ class Scheduler:
             if self._ready:
                 self._insert(*self._ready[0])
 
-    def _insert(self, tickets: list[Ticket], reading: Any) -> None:
+    def _insert(self, tickets: list[Ticket], reading: Any, at: int) -> None:
         """Insert what was read into free rows, once for each job that asked for it."""
         while tickets and self._has_room():
             ticket = tickets.pop(0)
@@ -257,7 +257,7 @@ class Scheduler:
             row = self._free.pop()
             self._ended.discard(row)
             self._owners[row] = ticket
-            first = self.batch.insert(reading, ticket.job, row, allowed)
+            first = self.batch.insert(reading, ticket.job, row, allowed, at)
             if not len(ticket.job.given):
                 self._under_way.append(_Started(ticket, first))
 
@@ -277,7 +277,7 @@ class Scheduler:
             self._reading = None
             return True
         try:
-            readings, complete = next(parts)
+            reading, complete = next(parts)
         except Exception as error:  # of these prompts alone
             self._reading = None
             for ticket in all_tickets:
@@ -288,7 +288,7 @@ class Scheduler:
         if complete:
             for ticket in all_tickets:
                 ticket.reused = self.batch.reused
-            self._ready.extend(zip(groups, readings, strict=True))
+            self._ready.extend((tickets, reading, at) for at, tickets in enumerate(groups))
             self._reading = None
         return True
 

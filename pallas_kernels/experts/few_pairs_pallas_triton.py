@@ -196,7 +196,9 @@ def _hidden(
         if isinstance(gate, Codes):
             row = jnp.arange(padded, dtype=jnp.int32)
             load = functools.partial(_some, x_ref, row, row < rows)
-            sums = products([gate, up], load, begin, outputs, members=inputs // 2, padded=padded, interpreted=interpreted)
+            sums = products(
+                [gate, up], load, begin, outputs, members=inputs // 2, padded=padded, interpreted=interpreted
+            )
         else:
             sums = _normed_sums(x_ref, (gate, up), gain_ref, begin, padded, inputs, eps, offset)
         # Round as separate calls for each product would.
