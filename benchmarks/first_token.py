@@ -195,11 +195,12 @@ def _kvjax(config: ModelConfig, args: argparse.Namespace) -> Iterator[tuple[str,
     import kvjax
     from kvjax._util.randomness import random_key
     from kvjax.models.sharding import get_shard, init_on
+    from kvjax.policies.text import split_policies
 
     mesh = f"model={args.devices}" if args.devices > 1 else None
     params = init_on(get_shard(mesh, config), config, random_key(0), "bfloat16", args.weights)
     about = {"program": "kvjax", "version": kvjax.__version__, "jax": jax.__version__, "devices": args.devices}
-    for policy in args.policies.split(","):
+    for policy in split_policies(args.policies):
         compiled: dict[tuple[int, int], Any] = {}  # by rows and prompt tokens, only the latest
 
         def generate(prompts: list[list[int]], new: int, policy: str = policy, compiled: Any = compiled) -> None:

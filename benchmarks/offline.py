@@ -28,6 +28,7 @@ from kvjax.evals import Example, math_answers
 from kvjax.evals.ruler import TASKS
 from kvjax.evals.tasks import Inputs, make_task
 from kvjax.models import Params, init
+from kvjax.policies.text import split_policies
 from kvjax.runtime import generation, many
 from kvjax.runtime.scheduler import Schedulers
 from reproduction import models
@@ -103,38 +104,45 @@ def accuracy(task: Any, examples: Sequence[Example], answers: Sequence[Generatio
     return float(np.mean([task.score(answer.text or "", each) for answer, each in zip(answers, examples, strict=True)]))
 
 
+def compared(
+    args: argparse.Namespace,
+    workload: str,
+    running: tuple[list[Generation], float, float],
+    together: tuple[list[Generation], float],
+    accuracies: Sequence[float],
+) -> dict[str, Any]:
+    """The row of a running batch beside batches that start and stop together, which is printed. `accuracies` are of both."""
+    (answers, seconds, delivered), (statics, static_seconds) = running, together
+    row = {
+        "workload": workload,
+        "model": models.named(args.model),
+        "policy": args.policies,
+        "rows": int(args.rows),
+        "running_s": seconds,
+        "together_s": static_seconds,
+        "ratio": seconds / static_seconds,
+        "delivered": delivered,
+        "accuracy": accuracies[0],
+        "accuracy_together": accuracies[1],
+        "new_tokens": sum(len(answer.tokens) for answer in answers),
+    }
+    found = differing(answers, statics)
+    print(row, len(found), flush=True)
+    return row | {"differing": found}
+
+
 def schedule(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Batches that start and stop together beside a running batch of as many rows."""
     params = kvjax.load(args.model, dtype=args.dtype)
     task, examples, prompts = problems(args, params)
     options = {"policy": args.policies, "max_new_tokens": args.new_tokens}
-    rows = int(args.rows)
-    found = []
+    row: dict[str, Any] = {}
     for _ in range(2):  # the first time compiles
-        answers, seconds, delivered = running(params, prompts, rows, **options)
-        statics, static_seconds = together(params, prompts, rows, **options)
-        found = [
-            {
-                "workload": f"gsm8k {len(prompts)}",
-                "model": models.named(args.model),
-                **options,
-                "rows": rows,
-                "running_s": seconds,
-                "together_s": static_seconds,
-                "ratio": seconds / static_seconds,
-                "delivered": delivered,
-                "accuracy": accuracy(task, examples, answers),
-                "accuracy_together": accuracy(task, examples, statics),
-                "new_tokens": sum(len(answer.tokens) for answer in answers),
-                "differing": differing(answers, statics),
-            }
-        ]
-        print(
-            {name: value for name, value in found[0].items() if name != "differing"},
-            len(found[0]["differing"]),
-            flush=True,
-        )
-    return found
+        ran = running(params, prompts, int(args.rows), **options)
+        statics = together(params, prompts, int(args.rows), **options)
+        accuracies = [accuracy(task, examples, answers) for answers in (ran[0], statics[0])]
+        row = compared(args, f"gsm8k {len(prompts)}", ran, statics, accuracies)
+    return [row | {"max_new_tokens": args.new_tokens}]
 
 
 def ruler(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -150,7 +158,7 @@ def ruler(args: argparse.Namespace) -> list[dict[str, Any]]:
     each = [count for count, examples in zip(new, asked, strict=True) for _ in examples[1]]
     row: dict[str, Any] = {}
     for _ in range(2):  # the first time compiles
-        answers, seconds, delivered = running(
+        ran = running(
             params, [ids for task in prompts for ids in task], rows, policy=args.policies, max_new_tokens=each
         )
         statics, static_seconds = [], 0.0
@@ -158,24 +166,11 @@ def ruler(args: argparse.Namespace) -> list[dict[str, Any]]:
             part, taken = together(params, task, rows, policy=args.policies, max_new_tokens=count)
             statics, static_seconds = statics + part, static_seconds + taken
         scores = [
-            [accuracy(task, examples, found[at : at + len(examples)]) for found in (answers, statics)]
+            [accuracy(task, examples, found[at : at + len(examples)]) for found in (ran[0], statics)]
             for at, (task, examples) in zip(np.cumsum([0, *map(len, prompts[:-1])]), asked, strict=True)
         ]
-        mean, static_mean = np.mean(scores, axis=0).tolist()
-        row = {
-            "workload": f"ruler {len(names)} x {args.problems}",
-            "model": models.named(args.model),
-            "policy": args.policies,
-            "rows": rows,
-            "running_s": seconds,
-            "together_s": static_seconds,
-            "ratio": seconds / static_seconds,
-            "delivered": delivered,
-            "accuracy": mean,
-            "accuracy_together": static_mean,
-            "differing": differing(answers, statics),
-        }
-        print({name: value for name, value in row.items() if name != "differing"}, len(row["differing"]), flush=True)
+        means = np.mean(scores, axis=0).tolist()
+        row = compared(args, f"ruler {len(names)} x {args.problems}", ran, (statics, static_seconds), means)
     return [row]
 
 
@@ -213,7 +208,7 @@ def lists(args: argparse.Namespace) -> list[dict[str, Any]]:
         for size in (args.long, *[SHORT] * args.problems)
     )
     found = []
-    for policy in args.policies.split(","):
+    for policy in split_policies(args.policies):
         options = {"policy": policy, "max_new_tokens": NEW, "ignore_eos": True}
         seconds = {}
         for name, prompts in (("long_s", [long]), ("short_s", short), ("both_s", [long, *short])):

@@ -29,8 +29,10 @@ import numpy as np
 
 from benchmarks import first_token, report
 from kvjax._util.randomness import random_key
+from kvjax.bench.case import bound_policy, read_policy
 from kvjax.config import PRESETS, ModelConfig
 from kvjax.models import Params, init
+from kvjax.policies.text import split_policies
 from kvjax.runtime.batch import READ_PARTS, Batch, Job
 from kvjax.runtime.scheduler import Scheduler
 
@@ -133,7 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", nargs="?", default="kvjax", choices=["kvjax", "vllm"])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(PRESETS))
-    parser.add_argument("--policies", default="full,snapkv:1024", help="separated by commas")
+    parser.add_argument(
+        "--policies",
+        default="full,snapkv:1024",
+        help="separated by commas; profile=random for policies that need a profile",
+    )
     parser.add_argument("--rows", default="40", help="rows of the batch: one number, or one for each policy")
     parser.add_argument("--trace", type=int, help="number of requests of different lengths")
     parser.add_argument("--same", help="number of requests, prompt tokens, answer tokens")
@@ -169,11 +175,11 @@ def main() -> None:
     header, rows = report.begun(out, report.header(weights="random"))
     params: Params = init(config, random_key(0), "bfloat16")
     longest = max(len(job.prompt) for job in jobs)
-    policies, sizes = args.policies.split(","), list(map(int, args.rows.split(",")))
+    policies, sizes = split_policies(args.policies), list(map(int, args.rows.split(",")))
     for policy, size in zip(policies, sizes * (len(policies) // len(sizes)), strict=True):
         batch = Batch(
             params,
-            policy,
+            bound_policy(config, *read_policy(policy)),
             rows=size,
             prompt_len=longest,
             max_new_tokens=max(job.max_new_tokens for job in jobs),

@@ -1,6 +1,7 @@
 """The scheduler of a running batch, against a model of what it drives, with no device."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -76,8 +77,8 @@ class FakeBatch:
             self.fails = ""
             raise RuntimeError(f"{what} failed")
 
-    def together(self, job: Wish) -> tuple[Any, int]:
-        return job.given, self.most if job.blocks == 1 else 1
+    def together(self, job: Wish) -> tuple[int, int]:
+        return 10 + len(job.given), self.most if job.blocks == 1 else 1
 
     def reading(self, jobs: Sequence[Wish]) -> Iterator[tuple[Any, bool]]:
         assert len(jobs) <= self.together(jobs[0])[1]
@@ -147,10 +148,12 @@ class Schedules(RuleBasedStateMachine):
         blocks=st.integers(1, 3),
         batches=st.integers(1, 3),
         most=st.integers(1, 4),
+        tokens=st.sampled_from([1, 25, math.inf]),
     )
-    def begin(self, rows: int, steps: int, blocks: int, batches: int, most: int) -> None:
+    def begin(self, rows: int, steps: int, blocks: int, batches: int, most: int, tokens: float) -> None:
         self.batches = [FakeBatch(rows, most) for _ in range(batches)]
-        how: dict[str, Any] = {"steps": steps, "block_calls": blocks, "on_end": self.row_has_read_no_further}
+        how: dict[str, Any] = {"steps": steps, "block_calls": blocks, "read_tokens": tokens}
+        how["on_end"] = self.row_has_read_no_further
         self.scheduler = Scheduler(self.batches[0], **how) if batches == 1 else Schedulers(self.batches, **how)
         self.tickets: list[Ticket] = []
         self.broken = self.cancelled = 0
@@ -314,6 +317,21 @@ def test_first_come_first_served() -> None:
     while scheduler.busy:
         ended += [ticket for ticket in scheduler.turn() if ticket.ended]
     assert ended == tickets
+
+
+def test_many_prompts_do_not_hold_up_live_rows() -> None:
+    """Between two calls that decode, no more are begun once they have so many tokens, but at least one."""
+    batch = FakeBatch(8)
+    scheduler = Scheduler(batch, steps=1, read_tokens=25)
+    tickets = [scheduler.submit(Wish(100 * i, 9)) for i in range(8)]  # of 10 tokens each
+    running = []
+    while scheduler.waiting:
+        scheduler.turn()
+        running.append(scheduler.running)
+    assert running == [3, 6, 8]
+    while scheduler.busy:
+        scheduler.turn()
+    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
 
 
 def test_long_prompts_do_not_hold_up_live_rows() -> None:

@@ -260,7 +260,7 @@ def generate(
         prefill_block: block size in tokens of chunked prefill. Each block is compressed together with what is kept of
             earlier blocks, so memory and time per token do not depend on the prompt's length. Tokens attend to the kept
             tokens and causally to their block. If a block is partial, it is the first. None prefills whole prompts, or
-            blocks of `BLOCK` if their keys and values would not fit, see `GenerationStats.prefill_block`. Policies that
+            blocks of `BLOCK` if a prompt's keys and values would not fit, see `GenerationStats.prefill_block`. Policies that
             need the whole prompt do not support blocks.
         chat_template_kwargs: arguments of the chat template by name, as keywords of transformers' `apply_chat_template`.
             `tools` is a list of JSON schemas, and `documents` a list of dictionaries. With `continue_final_message`,

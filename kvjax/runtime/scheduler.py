@@ -7,12 +7,13 @@
             ...  # has new tokens, or has ended
 
 A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
-before. So the device always has work while the host reads tokens. While a row has a grammar or its job a
-`stop`, a call is one step, whose result is taken at once.
+before. So the device always has work while the host reads tokens. While a row has a grammar, or its job a `stop`, a call
+is one step, whose result is taken at once.
 """
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -49,7 +50,7 @@ class Runner(Protocol):
     def rows(self) -> int: ...
     @property
     def reused(self) -> int: ...
-    def together(self, job: Any) -> tuple[Any, int]: ...
+    def together(self, job: Any) -> tuple[int, int]: ...
     def reading(self, jobs: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None, at: int = 0) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
@@ -112,6 +113,8 @@ class Scheduler:
         batch: runs prompts and rows, and never waits for the device.
         steps: decode steps of a call.
         block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
+        read_tokens: another prompt is not begun between two calls, while rows are live, once prompts of so many tokens with
+            padding were. By default there is no limit.
         queue: jobs that wait, if several schedulers share them, see `Schedulers`.
         on_end: called with the batch, a job's ticket and its row when the row has ended, before it is given away.
 
@@ -129,10 +132,12 @@ class Scheduler:
         *,
         steps: int = 16,
         block_calls: int = 1,
+        read_tokens: float = math.inf,
         queue: deque[list[Ticket]] | None = None,
         on_end: OnEnd | None = None,
     ) -> None:
         self.batch, self.steps, self.block_calls, self.on_end = batch, steps, block_calls, on_end
+        self.read_tokens = read_tokens
         self.most_rows = batch.rows
         self.most_jobs: int | None = None
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
@@ -143,6 +148,7 @@ class Scheduler:
         self._under_way: deque[_Started | _Served] = deque()
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
+        self._begun_tokens = 0  # of prompts that were begun in this turn
         self.row_steps = self.delivered = 0
         self.lost: Exception | None = None
 
@@ -234,7 +240,7 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""
-        blocks = 0
+        blocks = self._begun_tokens = 0
         while self._has_room() and (self._reading or self._waiting or self._ready):
             if not self._ready and not self._read(blocks):
                 return
@@ -266,10 +272,13 @@ class Scheduler:
 
     def _read(self, blocks: int) -> bool:
         """Read one block, or whole prompts. False if rows that are live have waited long enough."""
-        if blocks >= self.block_calls and self._owners and self._reading is not None:
+        in_time = self._begun_tokens < self.read_tokens if self._reading is None else blocks < self.block_calls
+        if self._owners and not in_time:
             return False
         if self._reading is None:
             groups = self._next()
+            length, most = self.batch.together(groups[0][0].job)
+            self._begun_tokens += length * most
             self._reading = groups, self.batch.reading([tickets[0].job for tickets in groups])
         groups, parts = self._reading
         all_tickets = [ticket for tickets in groups for ticket in tickets]
@@ -425,14 +434,21 @@ class Schedulers:
 
     Args:
         batches: the batches, of equal sizes.
-        steps, block_calls, on_end: as for `Scheduler`.
+        steps, block_calls, read_tokens, on_end: as for `Scheduler`.
     """
 
     def __init__(
-        self, batches: Sequence[Runner], *, steps: int = 16, block_calls: int = 1, on_end: OnEnd | None = None
+        self,
+        batches: Sequence[Runner],
+        *,
+        steps: int = 16,
+        block_calls: int = 1,
+        read_tokens: float = math.inf,
+        on_end: OnEnd | None = None,
     ) -> None:
         self._queue: deque[list[Ticket]] = deque()
-        how: dict[str, Any] = {"steps": steps, "block_calls": block_calls, "queue": self._queue, "on_end": on_end}
+        how: dict[str, Any] = {"steps": steps, "block_calls": block_calls, "read_tokens": read_tokens}
+        how |= {"queue": self._queue, "on_end": on_end}
         self._each = [Scheduler(batch, **how) for batch in batches]
 
     @property

@@ -18,6 +18,9 @@ from kvjax.runtime.scheduler import Ended, Scheduler, Ticket, Tops
 
 log = logging.getLogger(__name__)
 
+READ_TOKENS = 8_192
+"""Once prompts of so many tokens were begun between two decode calls, others wait, so that streams do not pause for long."""
+
 LOOK_SECONDS = 0.5
 """Time between two reports of the tokens that a sequence keeps."""
 
@@ -101,7 +104,7 @@ class Worker:
         watching: bool = False,
         saving: bool = False,
     ) -> None:
-        self.batch, self.scheduler = batch, Scheduler(batch, steps=steps, on_end=self._on_end)
+        self.batch, self.scheduler = batch, Scheduler(batch, steps=steps, read_tokens=READ_TOKENS, on_end=self._on_end)
         self._watching, self._saving = watching, saving
         self.phase: Phase = "starting"
         self.error: Exception | None = None
