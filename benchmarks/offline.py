@@ -111,7 +111,10 @@ def compared(
     together: tuple[list[Generation], float],
     accuracies: Sequence[float],
 ) -> dict[str, Any]:
-    """The row of a running batch beside batches that start and stop together, which is printed. `accuracies` are of both."""
+    """Make and print the row that compares a running batch with batches that start and stop together.
+
+    `accuracies` has a number for each of them.
+    """
     (answers, seconds, delivered), (statics, static_seconds) = running, together
     row = {
         "workload": workload,

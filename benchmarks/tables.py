@@ -77,7 +77,8 @@ def speed() -> str:
 def beside_vllm() -> str:
     """A conclusion and a table: TPOT and requests per second of kvjax and vLLM, and how many times as fast as vLLM each is.
 
-    Empty if vLLM was not measured. Only rows of the machine, shape and depth that vLLM's latest row has.
+    Empty if vLLM was not measured. Only rows of the machine, shape and depth that vLLM's latest row has, and equal requests of
+    the size that vLLM ran last.
     """
     names = "h100", "h200"
     tokens = [row for name in names for row in rows(f"first-token-{name}.json") if "tpot_ms" in row]
@@ -90,7 +91,7 @@ def beside_vllm() -> str:
         [row for row in group if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))]
         for group in (tokens, equal)
     )
-    workload = next((row["workload"] for row in equal if row["program"] == "vllm"), "")
+    workload = next((row["workload"] for row in reversed(equal) if row["program"] == "vllm"), "")
     rates: dict[tuple[str, str], dict[str, float]] = {}  # tokens or requests per second, by program, policy and column
     for row in tokens:
         case = f"TPOT, {_case(row['prompt'], row['rows'])}"

@@ -163,13 +163,13 @@ def test_one_long_prompt_takes_neither_room_nor_time_of_short_ones(beside, block
     assert [len(result.tokens) for result in got] == [4] * 10 + [5]
 
 
-@pytest.mark.parametrize("together", [0, 600])
+@pytest.mark.parametrize("together", [0, 300])
 def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch):
     """Prompts of any length need few programs, and a second list none, as JAX counts them."""
     monkeypatch.setattr(many, "tokens_together", lambda: together)
-    programs = (rows.empty, rows.read, rows.begin, rows.insert, rows.serve)
+    programs = (rows.empty, rows.read, rows.read_each, rows.begin, rows.insert, rows.serve)
     before = sum(len(program.executables) for program in programs)
-    read_before = len(rows.read.executables)
+    read_before = sum(len(program.executables) for program in (rows.read, rows.read_each))
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event.endswith("/backend_compile_duration") else None
@@ -177,7 +177,7 @@ def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch)
     options = {"max_new_tokens": 3, "rows": 4 + bool(together), "max_total_tokens": 210, "ignore_eos": True}
     kvjax.generate(tiny, prompts(200, longest=200), "h2o:0.4", **options)
     made = sum(len(program.executables) for program in programs) - before
-    read = len(rows.read.executables) - read_before
+    read = sum(len(program.executables) for program in (rows.read, rows.read_each)) - read_before
     assert 0 < read <= len(default_read_sizes(256))
     assert made == len(compiled) == read + 3
     assert all(len(default_read_sizes(longest)) + 3 <= 8 for longest in (1024, 10_000, 1_000_000))

@@ -44,8 +44,10 @@ def test_many_schedules(policy, running):
 @pytest.mark.rotating  # each policy's golden values are those of a whole batch, in every run
 @each(POLICIES, later=True)
 def test_rows_are_those_of_generate(policy, running, tiny):
-    """Up to rounding, which changes no token here. `generate` continues for as long after each prompt, so that its programs serve all,
-    unless the policy shares its budget out by the length of the whole sequence.
+    """Up to rounding, which changes no token here.
+
+    `generate` continues for as long after each prompt, so that its programs serve all. RocketKV's stages depend on the
+    length of the whole sequence, so that it continues as long as the row does.
     """
     _, alone = running(policy)
     for job, ran in zip(jobs(), alone, strict=True):
@@ -65,17 +67,15 @@ def test_prompts_that_are_read_together(policy, tiny):
     given = [Job(random.integers(0, 64, length).tolist(), 9) for length in (50, 23, 41)]
     alone, together = (Batch(tiny, policy, rows=3, prompt_len=50, max_new_tokens=9, read_together=n) for n in (0, 200))
 
-    def run(batch: Batch, readings: list[tuple[Reading, int]]) -> Any:
+    def run(batch: Batch, readings: list[Reading]) -> Any:
         firsts = [
-            batch.insert(reading, job, row, at=at)
-            for row, ((reading, at), job) in enumerate(zip(readings, given, strict=True))
+            batch.insert(reading, job, row) for row, (reading, job) in enumerate(zip(readings, given, strict=True))
         ]
         call = batch.serve(8)
         return [np.asarray([each[i][0] for each in firsts]) for i in (0, 1)], [np.asarray(x)[:, :8] for x in call[:2]]
 
-    (first, first_logprobs), (tokens, logprobs) = run(alone, [(alone.read(job), 0) for job in given])
-    reading = together.read_each(given)
-    (got, got_logprobs), (got_tokens, got_all) = run(together, [(reading, at) for at in range(3)])
+    (first, first_logprobs), (tokens, logprobs) = run(alone, [alone.read(job) for job in given])
+    (got, got_logprobs), (got_tokens, got_all) = run(together, together.read_each(given))
     np.testing.assert_array_equal(got, first)
     np.testing.assert_array_equal(got_tokens, tokens)
     np.testing.assert_allclose(got_logprobs, first_logprobs, atol=1e-4)

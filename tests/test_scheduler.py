@@ -87,9 +87,9 @@ class FakeBatch:
             self._check("reading")
             yield list(jobs), left == 0
 
-    def insert(self, reading: Sequence[Wish], job: Wish, row: int, allowed: Any = None, at: int = 0) -> Any:
+    def insert(self, reading: Wish, job: Wish, row: int, allowed: Any = None) -> Any:
         self._check("insert")
-        assert reading[at] is job
+        assert reading is job
         assert not self.live[row]
         first, *rest = job.tokens
         self.grammars.pop(row, None)
@@ -320,7 +320,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_many_prompts_do_not_hold_up_live_rows() -> None:
-    """Between two calls that decode, no more are begun once they have so many tokens, but at least one."""
+    """Between two calls that decode, no other prompt is begun once so many tokens were read, but at least one is."""
     batch = FakeBatch(8)
     scheduler = Scheduler(batch, steps=1, read_tokens=25)
     tickets = [scheduler.submit(Wish(100 * i, 9)) for i in range(8)]  # of 10 tokens each
@@ -332,6 +332,23 @@ def test_many_prompts_do_not_hold_up_live_rows() -> None:
     while scheduler.busy:
         scheduler.turn()
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
+
+
+def test_a_prompt_whose_size_cannot_be_found_fails_alone() -> None:
+    batch = FakeBatch(2)
+    scheduler = Scheduler(batch, steps=3)
+    tickets = [scheduler.submit(Wish(100 * i, 4)) for i in range(3)]
+    together = batch.together
+
+    def broken(job: Wish) -> tuple[int, int]:
+        if job.name == 100:
+            raise RuntimeError("no size")
+        return together(job)
+
+    batch.together = broken  # pyright: ignore[reportAttributeAccessIssue]
+    while scheduler.busy:
+        scheduler.turn()
+    assert [ticket.ended for ticket in tickets] == ["length", "failed", "length"]
 
 
 def test_long_prompts_do_not_hold_up_live_rows() -> None:
@@ -425,7 +442,7 @@ def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(po
     random = np.random.default_rng(6)
     jobs = [Job(random.integers(0, 64, length).tolist(), 12) for length in (30, 64, 9, 50, 41, 62, 3)]
     batch = Batch(tiny, policy, rows=4, prompt_len=64, max_new_tokens=12, read_sizes=[32], read_together=130)
-    assert [batch.together(job) for job in jobs[:2]] == [(32, 2), (64, 2)]
+    assert [batch.together(job) for job in jobs[:2]] == [(32, 4), (64, 2)]
 
     def run(jobs: Sequence[Job]) -> list[tuple[list[int], list[float]]]:
         batch.reset()
@@ -439,6 +456,6 @@ def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(po
     assert run(jobs) == alone
     assert run(jobs[::-1]) == alone[::-1]
     held = (
-        sum(x.nbytes for x in jax.tree.leaves(tiny)) + (4 + 1) * batch.row_bytes
+        sum(x.nbytes for x in jax.tree.leaves(tiny)) + (4 + 3) * batch.row_bytes
     )  # rows, and prompts that wait for one
     assert batch.compile([len(job.prompt) for job in jobs]) >= held

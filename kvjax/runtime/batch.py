@@ -144,7 +144,6 @@ class Batch:
 
     Attributes:
         reused: number of tokens of the prompt begun last whose state was stored.
-        read_rows: number of prompts that are read together.
 
     Args:
         model, policy, budget, dtype, mesh: as for `kvjax.Engine`. The policy must not be `offloaded`, and the mesh must
@@ -167,9 +166,9 @@ class Batch:
         prefix_host_bytes: maximum size of the states that are moved to host memory when the device has no more room for them.
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default five, in eighths of the longest
             prompt. More sizes waste less time on padding.
-        read_together: maximum number of tokens of prompts that are read together, with padding to the longest prompt. GPUs
-            multiply few tokens at a fraction of their speed. The number of prompts is the same for all padded lengths, and
-            missing ones are replaced by copies. So results do not depend on how many wait. By default each is read alone.
+        read_together: maximum number of tokens, padding included, of short prompts that are read together. GPUs multiply few
+            tokens at a fraction of their speed. The number of prompts follows from their padded length, and missing ones
+            are replaced by copies. So results do not depend on how many wait. By default each is read alone.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
             need less memory.
 
@@ -250,7 +249,7 @@ class Batch:
         self.read_sizes = sorted(
             {min(size, longest) for size in (*(read_sizes or default_read_sizes(longest)), longest)}
         )
-        self.read_rows = 1 if self.engine.block else max(min(read_together // longest, MOST_TOGETHER, rows), 1)
+        self.read_tokens = 0 if self.engine.block else read_together
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
         self.state: Rows | None = None
@@ -293,17 +292,17 @@ class Batch:
         return min(MOST_TOPS, self.engine.config.vocab_size) if self.tops else 0
 
     def read(self, job: Job) -> Reading:
-        """Prefill a job's prompt, whole. It is row 0 of the reading."""
-        return self.read_each([job])
+        """Prefill a job's prompt, whole."""
+        return self.read_each([job])[0]
 
-    def read_each(self, jobs: Sequence[Job]) -> Reading:
+    def read_each(self, jobs: Sequence[Job]) -> list[Reading]:
         """Prefill the prompts of some jobs, whole and at once.
 
         Args:
-            jobs: at most `read_rows`, all with the same padded length.
+            jobs: at most as many as `together` says, all with the same padded length.
 
         Returns:
-            A reading with `read_rows` rows, of which the first are those of the jobs.
+            A reading for each job.
         """
         for job in jobs:
             self.check(job)
@@ -313,25 +312,29 @@ class Batch:
         for own, job in zip(tokens, padded, strict=True):
             own[: len(job.prompt)] = job.prompt
         lengths, total = _numbers([len(job.prompt) for job in padded]), _numbers([job.total for job in padded])
-        return programs.read(self.policy, self._read_specs, self.weights, tokens, lengths, total)
+        if most == 1:
+            return [programs.read(self.policy, self.reader, self.weights, tokens, lengths, total)]
+        return list(programs.read_each(self.policy, self._reader(most), self.weights, tokens, lengths, total))[
+            : len(jobs)
+        ]
 
     def together(self, job: Job) -> tuple[int, int]:
-        """Padded length of a job's prompt, and how many prompts of that length are read together.
+        """Number of tokens of a prompt that are read at a time, with padding, and how many prompts are read together.
 
         Prompts that are read in blocks, and those of jobs that do not fit, are read alone.
         """
+        if self.engine.block:
+            return self.engine.block, 1
         try:
             self.check(job)
         except ValueError:
             return len(job.prompt), 1
-        if self.engine.block:
-            return len(job.prompt), 1
-        return self.read_size(len(job.prompt)), self.read_rows
+        size = self.read_size(len(job.prompt))
+        return size, max(min(self.read_tokens // size, MOST_TOGETHER, self.rows), 1)
 
-    @property
-    def _read_specs(self) -> tuple[LayerSpec, ...]:
-        """Layers for reading whole prompts."""
-        return tuple(dataclasses.replace(spec, batch=self.read_rows) for spec in self.reader)
+    def _reader(self, rows: int) -> tuple[LayerSpec, ...]:
+        """Layers for reading so many prompts."""
+        return tuple(dataclasses.replace(spec, batch=rows) for spec in self.reader)
 
     def read_size(self, length: int) -> int:
         """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
@@ -389,11 +392,12 @@ class Batch:
             reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
             yield reading, i == len(parts)
 
-    def reading(self, jobs: Sequence[Job]) -> Iterator[tuple[Reading, bool]]:
-        """Prefill prompts, one in blocks or some whole. Yields the reading after each part, and whether it is complete."""
+    def reading(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Reading], bool]]:
+        """Prefill prompts, one in blocks or some whole. Yields a reading for each after each part, and whether they are complete."""
         if self.engine.block:
             (job,) = jobs
-            yield from self._read_blocks(job)
+            for reading, complete in self._read_blocks(job):
+                yield [reading], complete
         else:
             yield self.read_each(jobs), True
 
@@ -414,20 +418,19 @@ class Batch:
                 leaf.delete()
         self._nothing = None
 
-    def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None, at: int = 0) -> First:
+    def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again.
 
         Args:
-            reading: the prompt, and others that were read with it.
+            reading: the prompt.
             job: what to do.
             row: the row.
             allowed: what `allowed` returned for the first token, if the job has a grammar.
-            at: the prompt's row in the reading.
         """
         if self.state is None:
             self.reset()
-        request, places = self._request([job], allowed), (_numbers([at]), _numbers([row]))
-        self.state, *first, tops = programs.insert(self.policy, self.specs, self.state, reading, request, *places)
+        request, to = self._request([job], allowed), _numbers([row])
+        self.state, *first, tops = programs.insert(self.policy, self.specs, self.state, reading, request, to)
         return First(*_on_the_way(first), tops=tops)
 
     def allowed(self, job: Job, tokens: Sequence[int]) -> Any:
@@ -522,32 +525,37 @@ class Batch:
         state, reading = programs.empty.shapes(self.policy, self.specs, self._request([]), self._no_logits())
         one, count, flag = shape((1,), jnp.int32), shape((), jnp.int32), shape((), bool)
         reading = jax.tree.map(_shape, reading)
+        most = 1
         if self.engine.block:
             model, block = (self.policy, self.reader, self.weights), shape((1, self.engine.block), jnp.int32)
             read: list[tuple[Any, tuple[Any, ...]]] = [(programs.read_block, (*model, reading, block, one, one))]
             if self.prefixes.most:
                 read.append((programs.copy, (self.policy, self.reader, reading)))
         else:
-            read = [self._read_call(size) for size in sorted({self.read_size(length) for length in lengths})]
+            sizes = sorted({self.together(Job(range(length), 1)) for length in lengths})
+            most = max(most for _, most in sizes)
+            read = [self._read_call(*size) for size in sizes]
         serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), flag
         decode = [
             (programs.serve, serve),
-            (programs.insert, (self.policy, self.specs, state, reading, requests, one, one)),
+            (programs.insert, (self.policy, self.specs, state, reading, requests, one)),
         ]
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
         weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
-        stored, ready = self.row_bytes * self.prefixes.most, self.row_bytes * self.read_rows
-        return stored + max(found[0] + ready, weights + found[1], *(held + each for each in found[2:]))
+        stored, ready = self.row_bytes * self.prefixes.most, self.row_bytes * most
+        waiting = ready - self.row_bytes  # an inserted one is an argument of its program
+        return stored + max(found[0] + ready, weights + found[1] + waiting, *(held + each for each in found[2:]))
 
     def _no_logits(self) -> Any:
-        return np.zeros((self.read_rows, self.engine.config.vocab_size), np.float32)
+        return np.zeros((1, self.engine.config.vocab_size), np.float32)
 
-    def _read_call(self, size: int) -> tuple[Any, tuple[Any, ...]]:
-        """Program and shapes of arguments for reading prompts padded to `size`."""
+    def _read_call(self, size: int, most: int) -> tuple[Any, tuple[Any, ...]]:
+        """Program and shapes of arguments for reading `most` prompts padded to `size`."""
         shape = jax.ShapeDtypeStruct
-        tokens, numbers = shape((self.read_rows, size), jnp.int32), shape((self.read_rows,), jnp.int32)
-        return programs.read, (self.policy, self._read_specs, self.weights, tokens, numbers, numbers)
+        program, specs = (programs.read, self.reader) if most == 1 else (programs.read_each, self._reader(most))
+        numbers = shape((most,), jnp.int32)
+        return program, (self.policy, specs, self.weights, shape((most, size), jnp.int32), numbers, numbers)
 
     def _request(self, jobs: Sequence[Job], allowed: Any = None) -> Request:
         """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` is for a single job."""

@@ -100,13 +100,13 @@ class Reading:
     pos: Int[Array, " R"]
 
 
-def _empty(policy: Policy, specs: Specs, request: Request, logits: Float[Array, "R V"]) -> tuple[Rows, Reading]:
-    rows, read = request.seed.shape[0], logits.shape[0]
+def _empty(policy: Policy, specs: Specs, request: Request, logits: Float[Array, "1 V"]) -> tuple[Rows, Reading]:
+    rows = request.seed.shape[0]
     nothing = jnp.zeros((rows,), jnp.int32)
     caches = empty_caches(policy, specs, None)
     state = Rows(caches, nothing, jnp.copy(nothing), jnp.zeros((rows,), bool), jnp.copy(nothing), request)
-    reader = tuple(dataclasses.replace(spec, batch=read) for spec in specs)
-    return state, _begin(policy, reader, jnp.zeros((read,), jnp.int32), logits)
+    single = tuple(dataclasses.replace(spec, batch=1) for spec in specs)
+    return state, _begin(policy, single, jnp.zeros((1,), jnp.int32), logits)
 
 
 def _read(
@@ -119,6 +119,11 @@ def _read(
 ) -> Reading:
     logits, caches = read_prompts(policy, specs, params, tokens, lengths, total)
     return Reading(caches, logits, lengths)
+
+
+def _read_each(policy: Policy, specs: Specs, *arguments: Any) -> tuple[Reading, ...]:
+    together = _read(policy, specs, *arguments)
+    return tuple(jax.tree.map(lambda x, i=i: x[i : i + 1], together) for i in range(specs[0].batch))
 
 
 def _begin(policy: Policy, specs: Specs, total: Int[Array, " R"], logits: Float[Array, "R V"]) -> Reading:
@@ -145,15 +150,8 @@ def _copy(policy: Policy, specs: Specs, reading: Reading) -> Reading:
 
 
 def _insert(
-    policy: Policy,
-    specs: Specs,
-    rows: Rows,
-    reading: Reading,
-    request: Request,
-    at: Int[Array, " 1"],
-    to: Int[Array, " 1"],
-) -> tuple[Rows, Int[Array, " 1"], Float[Array, " 1"], TopTokens]:
-    reading = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at[0], 1), reading)
+    policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
+) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens]:
     pos = reading.pos
     token, logprob = sample_token(reading.logits, request.sampler, request.seed, pos)
     tops = None if request.tops is None else top_tokens(reading.logits, jnp.max(request.tops))
@@ -162,7 +160,10 @@ def _insert(
     new = Rows(reading.caches, token, pos, ~ended, pos, request)
 
     def write(old: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), to[0], axis=0)
+        new = new.astype(old.dtype)
+        for row in range(to.shape[0]):  # one slice after another: a scatter of whole rows is slower
+            old = jax.lax.dynamic_update_slice_in_dim(old, new[row : row + 1], to[row], axis=0)
+        return old
 
     return jax.tree.map(write, rows, new), token, logprob, tops
 
@@ -234,6 +235,10 @@ def _reading_partitions(policy: Policy, specs: Specs) -> Any:
     return Reading(state_partitions(policy, specs), ROWS, ROWS)  # pyright: ignore[reportArgumentType]
 
 
+def _each_partitions(policy: Policy, specs: Specs) -> Any:
+    return (_reading_partitions(policy, specs),) * specs[0].batch
+
+
 def _over_mesh(arguments: Any, results: Any) -> Any:
     """Partitions of a program, from functions of its policy and specs (or partitions) for its arguments and results."""
 
@@ -254,10 +259,7 @@ def _over_mesh(arguments: Any, results: Any) -> Any:
 
 
 empty = Program(_empty, static=2, partition=_over_mesh((ROWS, ROWS), (_rows_partitions, _reading_partitions)))
-"""`empty(policy, specs, request, logits)`: a batch without live rows, and a reading of nothing, which empties a row.
-
-`logits` gives the number of rows of the reading.
-"""
+"""`empty(policy, specs, request, logits)`: a batch without live rows, and a reading of nothing, which empties a row."""
 
 read = Program(
     _read,
@@ -269,6 +271,14 @@ read = Program(
 
 `total` is the final length of each sequence, including new tokens.
 """
+
+read_each = Program(
+    _read_each,
+    static=2,
+    gpu_options=prefill_options,
+    partition=_over_mesh((partitions, ROWS, ROWS, ROWS), _each_partitions),
+)
+"""`read_each(policy, specs, params, tokens, lengths, total)`: as `read`, but returns a reading for each prompt."""
 
 begin = Program(_begin, static=2, partition=_over_mesh((ROWS, ROWS), _reading_partitions))
 """`begin(policy, specs, total, logits)`: begin to prefill in blocks. `logits` gives the shape of those to come."""
@@ -290,16 +300,13 @@ insert = Program(
     static=2,
     donate=(2,),
     gpu_options=insert_options,
-    partition=_over_mesh(
-        (_rows_partitions, _reading_partitions, ROWS, ROWS, ROWS), (_rows_partitions, ROWS, ROWS, ROWS)
-    ),
+    partition=_over_mesh((_rows_partitions, _reading_partitions, ROWS, ROWS), (_rows_partitions, ROWS, ROWS, ROWS)),
     canonical=of_steps,
 )
-"""`insert(policy, specs, rows, reading, request, at, to)`: write row `at` of a reading into row `to`, and sample its first token.
+"""`insert(policy, specs, rows, reading, request, to)`: write prefilled rows into rows `to`, and sample their first tokens.
 
-The reading remains, so that its other rows can be inserted, and the same one with another seed. Returns the batch (the
-old one is used up), the first token, its log-probability, and the most likely tokens. These mean nothing with given
-tokens.
+The reading remains, so that it can be inserted again with another seed. Returns the batch (the old one is used up), the
+first tokens, their log-probabilities, and the most likely tokens. These mean nothing in rows with given tokens.
 """
 
 take = Program(_take, static=2, partition=_over_mesh((_rows_partitions, ROWS), (_reading_partitions, ROWS)))

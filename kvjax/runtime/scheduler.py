@@ -52,7 +52,7 @@ class Runner(Protocol):
     def reused(self) -> int: ...
     def together(self, job: Any) -> tuple[int, int]: ...
     def reading(self, jobs: Any) -> Iterator[Any]: ...
-    def insert(self, reading: Any, job: Any, row: int, allowed: Any = None, at: int = 0) -> Any: ...
+    def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
     def restrict(self, allowed: Any) -> None: ...
     def serve(self, count: int, stop: Any = (), *, leave: bool = False) -> Any: ...
@@ -113,8 +113,8 @@ class Scheduler:
         batch: runs prompts and rows, and never waits for the device.
         steps: decode steps of a call.
         block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
-        read_tokens: another prompt is not begun between two calls, while rows are live, once prompts of so many tokens with
-            padding were. By default there is no limit.
+        read_tokens: number of tokens, with padding, that are read between two calls while rows are live. Once it is reached,
+            no other prompt is begun before the next call. By default there is no limit.
         queue: jobs that wait, if several schedulers share them, see `Schedulers`.
         on_end: called with the batch, a job's ticket and its row when the row has ended, before it is given away.
 
@@ -143,12 +143,12 @@ class Scheduler:
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
-        self._reading: tuple[list[list[Ticket]], Iterator[Any]] | None = None
-        self._ready: deque[tuple[list[Ticket], Any, int]] = deque()  # with a reading, and the row in it
+        self._reading: tuple[list[list[Ticket]], Iterator[Any], int] | None = None  # with the tokens of a part
+        self._read_now = 0  # tokens that were read in this turn
+        self._ready: deque[tuple[list[Ticket], Any]] = deque()
         self._under_way: deque[_Started | _Served] = deque()
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
-        self._begun_tokens = 0  # of prompts that were begun in this turn
         self.row_steps = self.delivered = 0
         self.lost: Exception | None = None
 
@@ -166,7 +166,7 @@ class Scheduler:
     def begun(self) -> int:
         """Number of jobs whose prompt is being read, or that wait for a row with it."""
         reading = [] if self._reading is None else self._reading[0]
-        return sum(map(len, reading)) + sum(len(tickets) for tickets, *_ in self._ready)
+        return sum(map(len, reading)) + sum(len(tickets) for tickets, _ in self._ready)
 
     @property
     def running(self) -> int:
@@ -240,7 +240,7 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""
-        blocks = self._begun_tokens = 0
+        blocks = self._read_now = 0
         while self._has_room() and (self._reading or self._waiting or self._ready):
             if not self._ready and not self._read(blocks):
                 return
@@ -248,7 +248,7 @@ class Scheduler:
             if self._ready:
                 self._insert(*self._ready[0])
 
-    def _insert(self, tickets: list[Ticket], reading: Any, at: int) -> None:
+    def _insert(self, tickets: list[Ticket], reading: Any) -> None:
         """Insert what was read into free rows, once for each job that asked for it."""
         while tickets and self._has_room():
             ticket = tickets.pop(0)
@@ -263,7 +263,7 @@ class Scheduler:
             row = self._free.pop()
             self._ended.discard(row)
             self._owners[row] = ticket
-            first = self.batch.insert(reading, ticket.job, row, allowed, at)
+            first = self.batch.insert(reading, ticket.job, row, allowed)
             if not len(ticket.job.given):
                 self._under_way.append(_Started(ticket, first))
 
@@ -272,48 +272,57 @@ class Scheduler:
 
     def _read(self, blocks: int) -> bool:
         """Read one block, or whole prompts. False if rows that are live have waited long enough."""
-        in_time = self._begun_tokens < self.read_tokens if self._reading is None else blocks < self.block_calls
+        in_time = self._read_now < self.read_tokens if self._reading is None else blocks < self.block_calls
         if self._owners and not in_time:
             return False
-        if self._reading is None:
-            groups = self._next()
-            length, most = self.batch.together(groups[0][0].job)
-            self._begun_tokens += length * most
-            self._reading = groups, self.batch.reading([tickets[0].job for tickets in groups])
-        groups, parts = self._reading
+        if self._reading is None and not self._begin():
+            return True
+        assert self._reading is not None
+        groups, parts, tokens = self._reading
         all_tickets = [ticket for tickets in groups for ticket in tickets]
         if all(ticket.ended is not None for ticket in all_tickets):
             self._reading = None
             return True
         try:
-            reading, complete = next(parts)
-        except Exception as error:  # of these prompts alone
+            readings, complete = next(parts)
+        except Exception as error:
             self._reading = None
-            for ticket in all_tickets:
-                if ticket.ended is None:
-                    ticket.ended, ticket.error = "failed", error
-                self._under_way.append(_Started(ticket, None))
+            self._fail_prompts(groups, error)
             return True
+        self._read_now += tokens
         if complete:
             for ticket in all_tickets:
                 ticket.reused = self.batch.reused
-            self._ready.extend((tickets, reading, at) for at, tickets in enumerate(groups))
+            self._ready.extend(zip(groups, readings, strict=True))
             self._reading = None
         return True
 
-    def _next(self) -> list[list[Ticket]]:
-        """Take the next prompt from the queue, and others that are read together with it. Each has a list of jobs."""
+    def _begin(self) -> bool:
+        """Take the next prompt from the queue, and others that are read together with it. Returns whether it can be read."""
         groups = [self._waiting.popleft()]
-        kind = self.batch.together(groups[0][0].job)
-        most, held = kind[1], self.running + len(groups[0])
-        for tickets in list(itertools.islice(self._waiting, AHEAD)) if most > 1 else ():
-            if len(groups) == most or (self.most_jobs is not None and held + len(tickets) > self.most_jobs):
-                break
-            if self.batch.together(tickets[0].job) == kind:
-                self._waiting.remove(tickets)
-                groups.append(tickets)
-                held += len(tickets)
-        return groups
+        held = self.running + len(groups[0])
+        try:
+            kind = self.batch.together(groups[0][0].job)
+            for tickets in list(itertools.islice(self._waiting, AHEAD)) if kind[1] > 1 else ():
+                if len(groups) == kind[1] or (self.most_jobs is not None and held + len(tickets) > self.most_jobs):
+                    break
+                if self.batch.together(tickets[0].job) == kind:
+                    self._waiting.remove(tickets)
+                    groups.append(tickets)
+                    held += len(tickets)
+            parts = self.batch.reading([tickets[0].job for tickets in groups])
+        except Exception as error:
+            self._fail_prompts(groups, error)
+            return False
+        self._reading = groups, parts, math.prod(kind)
+        return True
+
+    def _fail_prompts(self, groups: Sequence[Sequence[Ticket]], error: Exception) -> None:
+        """End the jobs of prompts that cannot be read. The others continue."""
+        for ticket in itertools.chain.from_iterable(groups):
+            if ticket.ended is None:
+                ticket.ended, ticket.error = "failed", error
+            self._under_way.append(_Started(ticket, None))
 
     def _release(self) -> None:
         """Empty rows that have ended and that no prompt waits for."""
