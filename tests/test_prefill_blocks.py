@@ -147,7 +147,7 @@ def test_prompts_that_do_not_fit_are_read_in_blocks(tiny: Params, monkeypatch: p
 def test_a_list_is_read_in_blocks_only_if_one_prompt_does_not_fit(
     tiny: Params, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many prompts it has: a policy keeps other tokens in blocks, and running batches read few prompts at a time."""
+    """The length of a list does not choose blocks. In blocks, a policy keeps other tokens."""
     monkeypatch.setattr(generation, "BLOCK", 16)
     monkeypatch.setattr(many, "AT_ONCE", 64)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny))

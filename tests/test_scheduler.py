@@ -320,7 +320,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_many_prompts_do_not_hold_up_live_rows() -> None:
-    """Between two calls that decode, no other prompt is begun once so many tokens were read, but at least one is."""
+    """Once `read_tokens` tokens were read, the next prompt is begun after the next decode call. At least one is begun before each."""
     batch = FakeBatch(8)
     scheduler = Scheduler(batch, steps=1, read_tokens=25)
     tickets = [scheduler.submit(Wish(100 * i, 9)) for i in range(8)]  # of 10 tokens each

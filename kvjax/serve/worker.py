@@ -19,7 +19,7 @@ from kvjax.runtime.scheduler import Ended, Scheduler, Ticket, Tops
 log = logging.getLogger(__name__)
 
 READ_TOKENS = 8_192
-"""Once so many tokens of prompts were read between two decode calls, other prompts wait, so that streams do not pause for long."""
+"""Tokens of prompts to read between two decode calls. Then other prompts wait, so that streams do not pause for long."""
 
 LOOK_SECONDS = 0.5
 """Time between two reports of the tokens that a sequence keeps."""

@@ -14,13 +14,19 @@ from kvjax.runtime.scheduler import Scheduler
 @pytest.mark.parametrize("policy", ["full", "rkv:40", "treekv:32", "adakv:32", "quest:32"])
 @pytest.mark.parametrize("mesh", ["model=2", "sequence=2", "data=2,model=2"])
 def test_lists_over_a_mesh(policy, mesh, tiny, monkeypatch):
-    """Short prompts are read together in one of the three."""
-    monkeypatch.setattr(lists, "tokens_together", lambda: 100 if mesh == "model=2" else 0)
+    """Prompts are read together, three at a time, in one of the three."""
+    together = mesh == "model=2"
+    monkeypatch.setattr(lists, "tokens_together", lambda: 200 if together else 0)
+    read: list[int] = []
+    read_each = Batch.read_each
+    monkeypatch.setattr(Batch, "read_each", lambda self, jobs: read.append(len(jobs)) or read_each(self, jobs))
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 64, size).tolist() for size in (50, 9, 33, 40, 17)]
     options = {"max_new_tokens": [9, 14, 3, 8, 20], "rows": 4, "ignore_eos": True}
     one = kvjax.generate(tiny, prompts, policy, **options)
+    read.clear()
     many = kvjax.generate(tiny, prompts, policy, mesh=mesh, **options)
+    assert read == ([3, 2] if together else [1] * 5)
     for a, b in zip(one, many, strict=True):
         assert a.tokens == b.tokens
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
