@@ -9,7 +9,6 @@ import numpy as np
 
 from kvjax.policies import Policy
 from kvjax.runtime.batch import Batch, Job
-from kvjax.runtime.rows import Reading
 
 ROWS, LONGEST, NEW, GIVEN = 3, 54, 24, 4
 
@@ -42,8 +41,8 @@ class Ran:
         return not bool(np.asarray(call.live)[row])
 
 
-def begun(batch: Batch, reading: Reading, job: Job, row: int) -> Ran:
-    first = batch.insert(reading, job, row)
+def begun(batch: Batch, job: Job, row: int) -> Ran:
+    first = batch.admit([job], [row])
     return Ran([] if job.given else [(np.asarray(first.token).item(), np.asarray(first.logprob).item())])
 
 
@@ -59,14 +58,14 @@ def lone(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
     for i, job in enumerate(jobs()):
         batch.reset()
         row = i % ROWS
-        ran = begun(batch, batch.read(job), job, row)
+        ran = begun(batch, job, row)
         assert ran.add(batch.serve(64), row)
         alone.append(dataclasses.replace(ran, caches=caches(batch, row)))
     return batch, alone
 
 
-def schedule(batch: Batch, readings: list[Reading], random: np.random.Generator) -> dict[int, Ran]:
-    """Run all jobs, whose prompts were read before: which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied between."""
+def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
+    """Run all jobs. Which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied between."""
     batch.reset()
     waiting = random.permutation(len(jobs())).tolist()
     owners: dict[int, int] = {}
@@ -75,10 +74,10 @@ def schedule(batch: Batch, readings: list[Reading], random: np.random.Generator)
         for row in random.permutation(ROWS).tolist():
             if row not in owners and waiting and random.random() < 0.6:
                 owners[row] = waiting.pop()
-                ran[owners[row]] = begun(batch, readings[owners[row]], jobs()[owners[row]], row)
+                ran[owners[row]] = begun(batch, jobs()[owners[row]], row)
             elif row not in owners and random.random() < 0.2:
                 batch.release(row)
-        call = batch.serve(int(random.integers(1, 6)), leave=bool(random.random() < 0.5))
+        call = batch.serve(int(random.integers(1, 6)), leave=int(random.integers(0, 3)))
         for row, job in list(owners.items()):
             if ran[job].add(call, row):
                 ran[job].caches = caches(batch, row)
@@ -90,9 +89,8 @@ def check(batch: Batch, alone: list[Ran], seeds: range) -> None:
     for job, ran in zip(jobs(), alone, strict=True):
         ended = bool(job.ends) and ran.tokens[-1][0] == job.ends[0]
         assert ended or len(ran.tokens) == job.max_new_tokens
-    readings = [batch.read(job) for job in jobs()]
     for seed in seeds:
-        for i, got in schedule(batch, readings, np.random.default_rng(seed)).items():
+        for i, got in schedule(batch, np.random.default_rng(seed)).items():
             assert got.tokens == alone[i].tokens
             for mine, lone in zip(got.caches, alone[i].caches, strict=True):
                 np.testing.assert_array_equal(mine, lone)

@@ -128,6 +128,8 @@ def test_cublas_multiplies_many_rows_by_float_weights(tiny, monkeypatch):
     for reading in (decoding.prefill, decoding.extend, serving.read, serving.read_block):
         assert options(reading, 1, tiny) == MATMUL_OPTIONS
         assert options(reading, 1, quantized) == {}
+    for params, wanted in ((tiny, CUDA_GRAPH_OPTIONS | MATMUL_OPTIONS), (quantized, CUDA_GRAPH_OPTIONS)):
+        assert options(serving.admit, 17, params) == wanted
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -11,7 +11,7 @@ from kvjax.cache import Shard
 from kvjax.config import PRESETS
 from kvjax.models import abstract
 from kvjax.policies import Full, PolicyError
-from kvjax.runtime import many, rows
+from kvjax.runtime import batch, many, rows
 from kvjax.runtime.batch import Batch, default_read_sizes
 
 
@@ -167,9 +167,10 @@ def test_one_long_prompt_takes_neither_room_nor_time_of_short_ones(beside, block
 def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch):
     """Prompts of any length need few programs, and a second list none, as JAX counts them."""
     monkeypatch.setattr(many, "tokens_together", lambda: together)
-    programs = (rows.empty, rows.read, rows.read_each, rows.begin, rows.insert, rows.serve)
+    monkeypatch.setattr(batch, "FILLED_SHARE", 1)
+    programs = (rows.empty, rows.admit, rows.insert, rows.serve)
     before = sum(len(program.executables) for program in programs)
-    read_before = sum(len(program.executables) for program in (rows.read, rows.read_each))
+    read_before = len(rows.admit.executables)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event.endswith("/backend_compile_duration") else None
@@ -177,7 +178,7 @@ def test_few_programs_and_none_after_the_first_list(together, tiny, monkeypatch)
     options = {"max_new_tokens": 3, "rows": 4 + bool(together), "max_total_tokens": 210, "ignore_eos": True}
     kvjax.generate(tiny, prompts(200, longest=200), "h2o:0.4", **options)
     made = sum(len(program.executables) for program in programs) - before
-    read = sum(len(program.executables) for program in (rows.read, rows.read_each)) - read_before
+    read = len(rows.admit.executables) - read_before
     assert 0 < read <= len(default_read_sizes(256))
     assert made == len(compiled) == read + 3
     assert all(len(default_read_sizes(longest)) + 3 <= 8 for longest in (1024, 10_000, 1_000_000))

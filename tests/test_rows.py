@@ -12,8 +12,8 @@ from schedules import LONGEST, NEW, Ran, check, jobs, lone
 
 import kvjax
 from kvjax.policies import PolicyError
-from kvjax.runtime.batch import Batch, Job
-from kvjax.runtime.rows import Reading
+from kvjax.runtime import batch as running_batch
+from kvjax.runtime.batch import Batch, First, Job
 from kvjax.runtime.sampling import make_sampler
 
 POLICIES = every_policy(16) + compositions(16)
@@ -61,21 +61,21 @@ def test_rows_are_those_of_generate(policy, running, tiny):
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", [pytest.param(policy, id=policy.info.name) for policy in POLICIES])
-def test_prompts_that_are_read_together(policy, tiny):
+def test_prompts_that_are_read_together(policy, tiny, monkeypatch):
     """They go on as those that were read alone, up to rounding."""
+    monkeypatch.setattr(running_batch, "FILLED_SHARE", 1)
     random = np.random.default_rng(2)
     given = [Job(random.integers(0, 64, length).tolist(), 9) for length in (50, 23, 41)]
     alone, together = (Batch(tiny, policy, rows=3, prompt_len=50, max_new_tokens=9, read_together=n) for n in (0, 200))
 
-    def run(batch: Batch, readings: list[Reading]) -> Any:
-        firsts = [
-            batch.insert(reading, job, row) for row, (reading, job) in enumerate(zip(readings, given, strict=True))
-        ]
+    def run(batch: Batch, firsts: list[First]) -> Any:
         call = batch.serve(8)
-        return [np.asarray([each[i][0] for each in firsts]) for i in (0, 1)], [np.asarray(x)[:, :8] for x in call[:2]]
+        return [np.concatenate([each[i] for each in firsts]) for i in (0, 1)], [np.asarray(x)[:, :8] for x in call[:2]]
 
-    (first, first_logprobs), (tokens, logprobs) = run(alone, [alone.read(job) for job in given])
-    (got, got_logprobs), (got_tokens, got_all) = run(together, together.read_each(given))
+    (first, first_logprobs), (tokens, logprobs) = run(
+        alone, [alone.admit([job], [row]) for row, job in enumerate(given)]
+    )
+    (got, got_logprobs), (got_tokens, got_all) = run(together, [together.admit(given, [0, 1, 2])])
     np.testing.assert_array_equal(got, first)
     np.testing.assert_array_equal(got_tokens, tokens)
     np.testing.assert_allclose(got_logprobs, first_logprobs, atol=1e-4)
@@ -107,7 +107,7 @@ def test_each_row_has_its_own_sampler(tiny):
     begin = []
     for row, sampler in enumerate(options):
         job = Job(prompt, 12, seed=row, sampler=make_sampler(**sampler))
-        begin.append(int(batch.insert(batch.read(job), job, row).token[0]))
+        begin.append(int(batch.admit([job], [row]).token[0]))
     call = batch.serve(16)
     for row, sampler in enumerate(options):
         want = kvjax.generate(tiny, prompt, max_new_tokens=12, seed=row, ignore_eos=True, **sampler).tokens
@@ -117,8 +117,9 @@ def test_each_row_has_its_own_sampler(tiny):
 def test_one_reading_serves_several_samples(tiny):
     batch = Batch(tiny, rows=3, prompt_len=64, max_new_tokens=8, sampling={"temperature"})
     job = Job(jobs()[0].prompt, 8, sampler=make_sampler(2.0))
-    reading = batch.read(job)
-    firsts = [batch.insert(reading, dataclasses.replace(job, seed=seed), seed) for seed in range(3)]
+    firsts = [batch.admit([job], [0])]
+    reading = batch.again(0, firsts[0])
+    firsts += [batch.insert(reading, dataclasses.replace(job, seed=seed), seed) for seed in (1, 2)]
     call = batch.serve(8)
     for seed, first in enumerate(firsts):
         want = kvjax.generate(tiny, job.prompt, max_new_tokens=8, seed=seed, temperature=2.0, ignore_eos=True).tokens
@@ -128,9 +129,7 @@ def test_one_reading_serves_several_samples(tiny):
 def test_rows_that_are_stopped_end(tiny):
     batch = Batch(tiny, rows=2, prompt_len=64, max_new_tokens=16)
     for row in range(2):
-        batch.insert(
-            batch.read(jobs()[row]), dataclasses.replace(jobs()[row], ends=(), given=(), max_new_tokens=16), row
-        )
+        batch.admit([dataclasses.replace(jobs()[row], ends=(), given=(), max_new_tokens=16)], [row])
     call = batch.serve(4, stop=[1])
     assert call.filled.tolist() == [4, 0]
     assert call.live.tolist() == [True, False]
@@ -143,7 +142,7 @@ def test_a_call_decodes_in_place(tiny):
     batch = Batch(tiny, "rkv:32", rows=16, prompt_len=64, max_new_tokens=32)
     batch.compile([60])
     held = sum(x.nbytes for x in jax.tree.leaves(batch.state))
-    for program in (rows.serve, rows.insert):
+    for program in (rows.serve, rows.insert, rows.admit):
         assert program.executables[-1].memory_analysis().alias_size_in_bytes >= 0.95 * held
 
 
@@ -168,7 +167,7 @@ def test_bytes_of_a_row_are_those_of_the_batch(mixed, tiny):
 def test_jobs_that_do_not_fit_are_refused(job, says, tiny):
     batch = Batch(tiny, rows=1, prompt_len=64, max_new_tokens=8, ends=2)
     with pytest.raises(ValueError, match=says):
-        batch.read(job)
+        batch.admit([job], [0])
 
 
 def test_what_does_not_go(tiny):
@@ -201,7 +200,7 @@ def chips_and_blocks() -> list[Any]:
 @pytest.mark.rotating
 @pytest.mark.parametrize(("policy", "chips", "block"), chips_and_blocks())
 def test_programs_for_tpus_reuse_the_memory_of_the_batch(policy, chips, block):
-    """Two layers of Llama-3.1-8B's width, by the TPU's own compiler: reading, inserting, and decoding rows that are out of phase."""
+    """Two layers of Llama-3.1-8B's width, by the TPU's own compiler: reading and inserting prompts, and decoding rows that are out of phase."""
     from kvjax.config import PRESETS
     from kvjax.policies.base import PolicyError
     from kvjax.runtime import absent_tpu, rows
@@ -219,6 +218,6 @@ def test_programs_for_tpus_reuse_the_memory_of_the_batch(policy, chips, block):
         peak = batch.compile([2048])
     held = batch.row_bytes * batch.rows
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch.weights)) // batch.engine.shard.devices
-    for program in (rows.serve, rows.insert):
+    for program in (rows.serve, rows.insert, *([] if block else [rows.admit])):
         assert program.executables[-1].memory_analysis().alias_size_in_bytes >= 0.95 * held
     assert weights + held < peak < 1.25 * (weights + held)

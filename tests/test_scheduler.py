@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvjax.runtime import batch as running
 from kvjax.runtime import scheduler as scheduler_module
 from kvjax.runtime.batch import Batch, Job
 from kvjax.runtime.scheduler import Scheduler, Schedulers, Ticket
@@ -59,10 +60,18 @@ class Wish:
 
 
 class FakeBatch:
-    """What `Batch` does, in lists. It checks that a row is inserted into only when its tokens are not waited for."""
+    """What `Batch` does, in lists. It checks that a row is inserted into only when its tokens are not waited for.
 
-    def __init__(self, rows: int, most: int = 1) -> None:
-        self.rows, self.reused, self.most = rows, 0, most
+    Args:
+        rows: number of rows.
+        most: number of prompts that are read together.
+        admits: whether prompts are read whole.
+        group: number of rows to fill at a time.
+    """
+
+    def __init__(self, rows: int, most: int = 1, *, admits: bool = True, group: int | None = None) -> None:
+        self.rows, self.reused, self.most, self.admits = rows, 0, most, admits
+        self.group = most if group is None else group
         self.fails = ""
         self.reset()
 
@@ -78,14 +87,26 @@ class FakeBatch:
             raise RuntimeError(f"{what} failed")
 
     def together(self, job: Wish) -> tuple[int, int]:
-        return 10 + len(job.given), self.most if job.blocks == 1 else 1
+        self._check("together")
+        return 10 + len(job.given), self.most if self.admits else 1
 
-    def reading(self, jobs: Sequence[Wish]) -> Iterator[tuple[Any, bool]]:
-        assert len(jobs) <= self.together(jobs[0])[1]
-        assert len({self.together(job) for job in jobs}) == 1
-        for left in reversed(range(jobs[0].blocks)):
+    def reading(self, job: Wish) -> Iterator[tuple[Any, bool]]:
+        assert not self.admits
+        for left in reversed(range(job.blocks)):
             self._check("reading")
-            yield list(jobs), left == 0
+            yield job, left == 0
+
+    def admit(self, jobs: Sequence[Wish], rows: Sequence[int], allowed: Sequence[Any] = ()) -> Any:
+        assert self.admits
+        assert len({(10 + len(job.given), self.most) for job in jobs}) == 1
+        assert 1 <= len(jobs) == len(rows) == len(allowed) <= self.most
+        firsts = [self.insert(job, job, row, own) for job, row, own in zip(jobs, rows, allowed, strict=True)]
+        self.admitted = {row: job for job, row in zip(jobs, rows, strict=True)}
+        return First(*(np.concatenate([each[i] for each in firsts]) for i in (0, 1)))
+
+    def again(self, row: int, first: Any, index: int = 0) -> Wish:
+        self._check("again")
+        return self.admitted[row]
 
     def insert(self, reading: Wish, job: Wish, row: int, allowed: Any = None) -> Any:
         self._check("insert")
@@ -111,8 +132,9 @@ class FakeBatch:
     def release(self, row: int) -> None:
         assert not self.live[row]
 
-    def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Any:
+    def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Any:
         self._check("serve")
+        self.admitted = {}
         for row in stop:
             self.live[row] = False
         for row in self.grammars:
@@ -120,7 +142,7 @@ class FakeBatch:
                 assert (count, self.restricted[row]) == (1, self.grammars[row])
                 self.grammars[row] += 1
         tokens, filled, steps, begun = np.zeros((self.rows, count), int), np.zeros(self.rows, int), 0, sum(self.live)
-        while steps < count and any(self.live) and not (leave and sum(self.live) < begun):
+        while steps < count and any(self.live) and not 0 < leave <= begun - sum(self.live):
             for row in np.flatnonzero(self.live):
                 tokens[row, filled[row]] = self.left[row].pop(0)
                 filled[row] += 1
@@ -129,8 +151,7 @@ class FakeBatch:
         return Call(tokens, np.zeros(tokens.shape), filled, np.asarray(self.live), np.asarray(steps))
 
 
-@dataclasses.dataclass
-class First:
+class First(NamedTuple):
     token: Any
     logprob: Any
 
@@ -148,10 +169,14 @@ class Schedules(RuleBasedStateMachine):
         blocks=st.integers(1, 3),
         batches=st.integers(1, 3),
         most=st.integers(1, 4),
+        group=st.integers(1, 6),
+        admits=st.booleans(),
         tokens=st.sampled_from([1, 25, math.inf]),
     )
-    def begin(self, rows: int, steps: int, blocks: int, batches: int, most: int, tokens: float) -> None:
-        self.batches = [FakeBatch(rows, most) for _ in range(batches)]
+    def begin(
+        self, rows: int, steps: int, blocks: int, batches: int, most: int, group: int, admits: bool, tokens: float
+    ) -> None:
+        self.batches = [FakeBatch(rows, most, admits=admits, group=group) for _ in range(batches)]
         how: dict[str, Any] = {"steps": steps, "block_calls": blocks, "read_tokens": tokens}
         how["on_end"] = self.row_has_read_no_further
         self.scheduler = Scheduler(self.batches[0], **how) if batches == 1 else Schedulers(self.batches, **how)
@@ -194,7 +219,7 @@ class Schedules(RuleBasedStateMachine):
             self.cancelled += ticket.ended is None
             self.scheduler.cancel(ticket)
 
-    @rule(what=st.sampled_from(["reading", "insert", "serve", "allowed"]), data=st.data())
+    @rule(what=st.sampled_from(["together", "reading", "insert", "again", "serve", "allowed"]), data=st.data())
     def break_down(self, what: str, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.batches)).fails = what
         self.broken += 1
@@ -241,11 +266,12 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_prompt_of_several_samples_is_read_once() -> None:
-    batch = FakeBatch(2)
-    read = []
-    reading = batch.reading
-    batch.reading = lambda jobs: read.extend(jobs) or reading(jobs)  # pyright: ignore
+@pytest.mark.parametrize("admits", [True, False])
+def test_a_prompt_of_several_samples_is_read_once(admits: bool) -> None:
+    batch, read = FakeBatch(2, admits=admits), []
+    reading, admit = batch.reading, batch.admit
+    batch.reading = lambda job: read.append(job) or reading(job)  # pyright: ignore
+    batch.admit = lambda jobs, *how: read.extend(jobs) or admit(jobs, *how)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
     tickets = [*scheduler.submit_samples([Wish(0, 4)] * 5), scheduler.submit(Wish(1000, 2))]
     assert scheduler.waiting == 6
@@ -269,35 +295,56 @@ def test_batches_with_one_queue_have_equal_shares(samples) -> None:
     assert scheduler.delivered == 3 * 10
 
 
-def test_short_prompts_are_read_together_and_wait_for_rows() -> None:
-    batch = FakeBatch(2, most=3)
+def test_short_prompts_are_read_together_into_as_many_rows() -> None:
+    """Of one padded length. Rows that have ended wait until there are as many as are filled at a time."""
+    batch = FakeBatch(4, most=2)
     read: list[list[int]] = []
-    reading = batch.reading
-    batch.reading = lambda jobs: read.append([job.name for job in jobs]) or reading(jobs)  # pyright: ignore
+    admit = batch.admit
+    batch.admit = lambda jobs, *how: read.append([job.name for job in jobs]) or admit(jobs, *how)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
-    given = (), (), (1,), (), (), (), (1,)
-    tickets = [scheduler.submit(Wish(100 * i, 4, given=each)) for i, each in enumerate(given)]
+    given, new = ((), (), (1,), (), (), (), (1,)), (4, 9, 2, 4, 4, 4, 4)
+    tickets = [
+        scheduler.submit(Wish(100 * i, n, given=each)) for i, (each, n) in enumerate(zip(given, new, strict=True))
+    ]
     scheduler.turn()
-    assert read == [[0, 100, 300]]
-    assert (scheduler.running, scheduler.begun, scheduler.waiting) == (2, 1, 5)
-    scheduler.cancel(tickets[3])
+    assert read == [[0, 100], [200, 600]]
+    assert (scheduler.running, scheduler.begun, scheduler.waiting) == (4, 0, 3)
+    scheduler.cancel(tickets[5])
     while scheduler.busy:
         scheduler.turn()
-    assert read == [[0, 100, 300], [200, 600], [400, 500]]
-    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets if ticket is not tickets[3])
-    assert tickets[3].tokens == []
+    assert read == [[0, 100], [200, 600], [300, 400]]
+    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets if ticket is not tickets[5])
+    assert tickets[5].tokens == []
+
+
+@pytest.mark.parametrize(("group", "waiting"), [(1, [8, 8, 7, 6, 5, 4]), (3, [8, 8, 5, 5, 1, 0]), (9, [8, 8, 0])])
+def test_rows_are_filled_a_group_at_a_time(group: int, waiting: list[int]) -> None:
+    """A call goes on until a group of rows has ended. The next call is dispatched before that is known, and ends with any row."""
+    batch = FakeBatch(8, group=group)
+    scheduler = Scheduler(batch, steps=50)
+    tickets = [scheduler.submit(Wish(100 * i, 2 + i)) for i in range(16)]
+    found = []
+    for _ in waiting:
+        scheduler.turn()
+        found.append(scheduler.waiting)
+    assert found == waiting
+    while scheduler.busy:
+        scheduler.turn()
+    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
 
 
 def test_few_waiting_prompts_are_looked_through(monkeypatch) -> None:
     """However long the list is."""
     monkeypatch.setattr(scheduler_module, "AHEAD", 2)
-    batch = FakeBatch(3, most=3)
+    batch = FakeBatch(4, most=3)
+    read: list[list[int]] = []
+    admit = batch.admit
+    batch.admit = lambda jobs, *how: read.append([job.name for job in jobs]) or admit(jobs, *how)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
     for i, given in enumerate(((), (1,), (1,), ())):
         scheduler.submit(Wish(100 * i, 4, given=given))
     scheduler.turn()
-    assert scheduler.begun == 0  # the first was read without the last
-    assert scheduler.running == 3
+    assert read == [[0], [100, 200], [300]]  # the first was read without the last
 
 
 def test_batches_with_one_queue_do_not_read_the_others_share() -> None:
@@ -353,7 +400,7 @@ def test_a_prompt_whose_size_cannot_be_found_fails_alone() -> None:
 
 def test_long_prompts_do_not_hold_up_live_rows() -> None:
     """Between two calls that decode at most one block is read."""
-    batch = FakeBatch(2)
+    batch = FakeBatch(2, admits=False)
     scheduler = Scheduler(batch, steps=1)
     first = scheduler.submit(Wish(0, 8))
     scheduler.turn()
@@ -363,18 +410,19 @@ def test_long_prompts_do_not_hold_up_live_rows() -> None:
         assert len(first.tokens) == turn + 1 if turn > 1 else len(first.tokens) >= 1
 
 
-def test_one_prompt_that_fails_does_not_fail_others() -> None:
-    batch = FakeBatch(2)
+@pytest.mark.parametrize("fails", ["together", "reading"])
+def test_one_prompt_that_fails_does_not_fail_others(fails: str) -> None:
+    batch = FakeBatch(2, admits=False)
     scheduler = Scheduler(batch)
     good = scheduler.submit(Wish(0, 5))
     scheduler.turn()
-    batch.fails = "reading"
+    batch.fails = fails
     bad = scheduler.submit(Wish(1000, 5))
     while scheduler.busy:
         scheduler.turn()
     assert (good.ended, good.tokens) == ("length", [0, 1, 2, 3, 4])
     assert bad.ended == "failed"
-    assert str(bad.error) == "reading failed"
+    assert str(bad.error) == f"{fails} failed"
 
 
 def test_a_stop_that_fails_ends_its_own_job() -> None:
@@ -392,16 +440,20 @@ def test_a_stop_that_fails_ends_its_own_job() -> None:
     assert (bad.ended, str(bad.error)) == ("failed", "integer division or modulo by zero")
 
 
-def test_a_batch_that_fails_begins_anew() -> None:
-    batch = FakeBatch(1)
+@pytest.mark.parametrize("fails", ["insert", "again", "serve"])
+def test_a_batch_that_fails_begins_anew(fails: str) -> None:
+    """Jobs that wait are not lost, nor are other samples of a prompt that could not be inserted."""
+    batch = FakeBatch(2)
     scheduler = Scheduler(batch, steps=1)
-    lost, waits = scheduler.submit(Wish(0, 5)), scheduler.submit(Wish(1000, 2))
+    lost, waits = scheduler.submit(Wish(0, 5)), Wish(1000, 2)
     scheduler.turn()
-    batch.fails = "serve"
+    first, *others = scheduler.submit_samples([waits] * 3)
+    batch.fails = fails
     while scheduler.busy:
         scheduler.turn()
     assert lost.ended == "failed"
-    assert (waits.ended, waits.tokens) == ("length", [1000, 1001])
+    assert first.ended == "failed"
+    assert [(ticket.ended, ticket.tokens) for ticket in others] == [("length", [1000, 1001])] * 2
 
 
 def test_a_grammar_that_fails_ends_its_job_alone() -> None:
@@ -418,8 +470,9 @@ def test_a_grammar_that_fails_ends_its_job_alone() -> None:
 
 
 @pytest.mark.parametrize(("policy", "together"), [("full", 0), ("rkv:40", 0), ("rkv:40", 200)])
-def test_jobs_through_few_rows(policy, together, tiny) -> None:
+def test_jobs_through_few_rows(policy, together, tiny, monkeypatch) -> None:
     """Each gives what it gives in a batch with a row for each."""
+    monkeypatch.setattr(running, "FILLED_SHARE", 1)
     random = np.random.default_rng(5)
     jobs = [Job(random.integers(0, 64, random.integers(5, 64)).tolist(), int(random.integers(1, 30))) for _ in range(9)]
 
@@ -437,8 +490,9 @@ def test_jobs_through_few_rows(policy, together, tiny) -> None:
 
 
 @pytest.mark.parametrize("policy", ["snapkv:40", "rkv:40"])
-def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(policy, tiny) -> None:
+def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(policy, tiny, monkeypatch) -> None:
     """Bit for bit, in any order."""
+    monkeypatch.setattr(running, "FILLED_SHARE", 1)
     random = np.random.default_rng(6)
     jobs = [Job(random.integers(0, 64, length).tolist(), 12) for length in (30, 64, 9, 50, 41, 62, 3)]
     batch = Batch(tiny, policy, rows=4, prompt_len=64, max_new_tokens=12, read_sizes=[32], read_together=130)
@@ -455,7 +509,5 @@ def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(po
     alone = [run([job])[0] for job in jobs]
     assert run(jobs) == alone
     assert run(jobs[::-1]) == alone[::-1]
-    held = (
-        sum(x.nbytes for x in jax.tree.leaves(tiny)) + (4 + 3) * batch.row_bytes
-    )  # rows, and prompts that wait for one
+    held = sum(x.nbytes for x in jax.tree.leaves(tiny)) + (4 + 1) * batch.row_bytes
     assert batch.compile([len(job.prompt) for job in jobs]) >= held

@@ -40,7 +40,7 @@ def test_rows_of_a_batch_report_as_many_as_they_ask_for(tiny: Params) -> None:
         tokens, logprobs, found = [], [], []
         batch.reset()
         firsts = [
-            batch.insert(batch.read(job), job, row)
+            batch.admit([job], [row])
             for row, job in enumerate(Job(prompt, 6, tops=top) for prompt, top in zip(prompts, tops, strict=True))
         ]
         call = batch.serve(8)

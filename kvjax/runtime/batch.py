@@ -1,9 +1,7 @@
 """`Batch`: a running batch on the devices, into whose free rows prompts are inserted while the others continue.
 
     batch = Batch(params, "rkv", 1024, rows=64, prompt_len=8192, max_new_tokens=1024)
-    job = Job(prompt_ids, max_new_tokens=512)
-    reading = batch.read(job)
-    first = batch.insert(reading, job, 3)
+    first = batch.admit([Job(prompt_ids, max_new_tokens=512)], [3])
     call = batch.serve(32)
 
 Nothing here waits for the device. `kvjax.runtime.scheduler` decides what happens when.
@@ -48,6 +46,13 @@ TOGETHER = 2_048
 
 MOST_TOGETHER = 8
 """Maximum number of prompts that are read together."""
+
+FILLED_SHARE = 32
+"""Rows are filled a group at a time, where many prompts wait. One row of so many is in a group.
+
+With more rows in a group, calls of `serve` are longer, and more prompts are read together. Half of a group's rows are empty
+on average, here 1.6 % of all.
+"""
 
 
 class Begun(NamedTuple):
@@ -101,15 +106,18 @@ class Job:
 
 
 class First(NamedTuple):
-    """First token of an inserted row, on the device: token and log-probability, [1]. Meaningless with given tokens.
+    """First tokens of R inserted rows, on the device. Meaningless in rows with given tokens.
 
     Attributes:
-        tops: ids and log-probabilities of the most likely tokens, [1, `MOST`] each; None in batches without `tops`.
+        token, logprob: tokens and their log-probabilities, [R].
+        tops: ids and log-probabilities of the most likely tokens, [R, `MOST`] each; None in batches without `tops`.
+        logits: logits after the prompts, [R, V], of rows that `Batch.admit` filled.
     """
 
     token: Any
     logprob: Any
     tops: Any = None
+    logits: Any = None
 
 
 class Call(NamedTuple):
@@ -143,6 +151,8 @@ class Batch:
     Nothing is allocated before the first row is inserted.
 
     Attributes:
+        admits: whether prompts are prefilled whole, by `admit`, and not in blocks, by `read_blocks` and `insert`.
+        group: number of rows to fill at a time, where many prompts wait.
         reused: number of tokens of the prompt begun last whose state was stored.
 
     Args:
@@ -167,8 +177,9 @@ class Batch:
         read_sizes: lengths that whole prompts are padded to. Each needs a program. By default five, in eighths of the longest
             prompt. More sizes waste less time on padding.
         read_together: maximum number of tokens, padding included, of short prompts that are read together. GPUs multiply few
-            tokens at a fraction of their speed. The number of prompts follows from their padded length, and missing ones
-            are replaced by copies. So results do not depend on how many wait. By default each is read alone.
+            tokens at a fraction of their speed. The number of prompts is at most `group`. It follows from their padded
+            length, and missing ones are replaced by copies. So results do not depend on how many wait. By default each is
+            read alone.
         mixed: whether prompts may be much shorter than `prompt_len`, see `LayerSpec`. Without it, a batch of one row may
             need less memory.
 
@@ -249,7 +260,8 @@ class Batch:
         self.read_sizes = sorted(
             {min(size, longest) for size in (*(read_sizes or default_read_sizes(longest)), longest)}
         )
-        self.read_tokens = 0 if self.engine.block else read_together
+        self.admits, self.group = not self.engine.block, max(rows // FILLED_SHARE, 1)
+        self.read_tokens = read_together
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
         self.state: Rows | None = None
@@ -291,50 +303,62 @@ class Batch:
         """Maximum number of most likely tokens that a job may ask for."""
         return min(MOST_TOPS, self.engine.config.vocab_size) if self.tops else 0
 
-    def read(self, job: Job) -> Reading:
-        """Prefill a job's prompt, whole."""
-        return self.read_each([job])[0]
-
-    def read_each(self, jobs: Sequence[Job]) -> list[Reading]:
-        """Prefill the prompts of some jobs, whole and at once.
+    def admit(self, jobs: Sequence[Job], rows: Sequence[int], allowed: Sequence[Any] = ()) -> First:
+        """Prefill the prompts of some jobs, whole and at once, write them into rows, and sample their first tokens.
 
         Args:
             jobs: at most as many as `together` says, all with the same padded length.
+            rows: the row of each.
+            allowed: for each, what `allowed` returned for the first token, or None without a grammar.
 
-        Returns:
-            A reading for each job.
+        Raises:
+            ValueError: a job does not fit this batch.
         """
         for job in jobs:
             self.check(job)
+        if self.state is None:
+            self.reset()
         size, most = self.together(jobs[0])
-        padded = [*jobs, *[jobs[0]] * (most - len(jobs))]
+        copies = most - len(jobs)
+        padded = [*jobs, *[jobs[0]] * copies]
         tokens = np.zeros((most, size), np.int32)
         for own, job in zip(tokens, padded, strict=True):
             own[: len(job.prompt)] = job.prompt
-        lengths, total = _numbers([len(job.prompt) for job in padded]), _numbers([job.total for job in padded])
-        if most == 1:
-            return [programs.read(self.policy, self.reader, self.weights, tokens, lengths, total)]
-        return list(programs.read_each(self.policy, self._reader(most), self.weights, tokens, lengths, total))[
-            : len(jobs)
-        ]
+        self.state, *first, tops, logits = programs.admit(
+            self.policy,
+            self.specs,
+            self.weights,
+            self.state,
+            tokens,
+            _numbers([len(job.prompt) for job in padded]),
+            self._request(padded, allowed),
+            _numbers([*rows, *[0] * copies]),
+            np.asarray(len(jobs), np.int32),
+        )
+        return First(*_on_the_way(first), tops=tops, logits=logits)
+
+    def again(self, row: int, first: First, index: int = 0) -> Reading:
+        """A reading of a prompt that was admitted, so that `insert` writes it into other rows. The row must not have decoded yet.
+
+        Args:
+            row: the row that it was written into.
+            first: what `admit` returned.
+            index: the prompt's place among those that were admitted together.
+        """
+        places = _numbers([row]), first.logits, _numbers([index])
+        return programs.again(self.policy, self.specs, self.state, *places)
 
     def together(self, job: Job) -> tuple[int, int]:
         """Number of tokens of a prompt that are read at a time, with padding, and how many prompts are read together.
 
-        Prompts that are read in blocks, and those of jobs that do not fit, are read alone.
+        Raises:
+            ValueError: the job does not fit this batch.
         """
-        if self.engine.block:
+        self.check(job)
+        if not self.admits:
             return self.engine.block, 1
-        try:
-            self.check(job)
-        except ValueError:
-            return len(job.prompt), 1
         size = self.read_size(len(job.prompt))
-        return size, max(min(self.read_tokens // size, MOST_TOGETHER, self.rows), 1)
-
-    def _reader(self, rows: int) -> tuple[LayerSpec, ...]:
-        """Layers for reading so many prompts."""
-        return tuple(dataclasses.replace(spec, batch=rows) for spec in self.reader)
+        return size, max(min(self.read_tokens // size, MOST_TOGETHER, self.group), 1)
 
     def read_size(self, length: int) -> int:
         """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
@@ -348,10 +372,11 @@ class Batch:
 
     def read_blocks(self, job: Job) -> Iterator[Reading]:
         """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
-        for reading, _ in self._read_blocks(job):
+        for reading, _ in self.reading(job):
             yield reading
 
-    def _read_blocks(self, job: Job) -> Iterator[tuple[Reading, bool]]:
+    def reading(self, job: Job) -> Iterator[tuple[Reading, bool]]:
+        """As `read_blocks`, but also says whether each reading is complete."""
         self.check(job)
         if job.begun is not None:
             yield from self._go_on(job, job.begun)
@@ -392,15 +417,6 @@ class Batch:
             reading = programs.read_block(self.policy, self.reader, self.weights, reading, *given, total)
             yield reading, i == len(parts)
 
-    def reading(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Reading], bool]]:
-        """Prefill prompts, one in blocks or some whole. Yields a reading for each after each part, and whether they are complete."""
-        if self.engine.block:
-            (job,) = jobs
-            for reading, complete in self._read_blocks(job):
-                yield [reading], complete
-        else:
-            yield self.read_each(jobs), True
-
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
         self._free_rows()
@@ -429,7 +445,7 @@ class Batch:
         """
         if self.state is None:
             self.reset()
-        request, to = self._request([job], allowed), _numbers([row])
+        request, to = self._request([job], [allowed]), _numbers([row])
         self.state, *first, tops = programs.insert(self.policy, self.specs, self.state, reading, request, to)
         return First(*_on_the_way(first), tops=tops)
 
@@ -490,8 +506,8 @@ class Batch:
         whole = [spec.whole for spec in self.reader]
         return KeptPositions(*_on_the_way(kept_positions(self.policy, whole, caches, tokens, _numbers([row]))))
 
-    def serve(self, count: int, stop: Collection[int] = (), *, leave: bool = False) -> Call:
-        """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`."""
+    def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Call:
+        """Decode up to `count` steps of all live rows, or until `leave` of them have ended; see `kvjax.runtime.rows.serve`."""
         ending = np.zeros(self.rows, bool)
         ending[list(stop)] = True
         self.state, *call, tops = programs.serve(
@@ -501,7 +517,7 @@ class Batch:
             self.state,
             np.asarray(count, np.int32),
             ending,
-            np.asarray(leave),
+            np.asarray(leave, np.int32),
         )
         return Call(*_on_the_way(call), tops=tops)
 
@@ -510,12 +526,13 @@ class Batch:
         """Bytes of one row's cache on each device."""
         return sum(held_bytes(layer)[0] for layer in decoding.layers_of(self.policy, self.reader))
 
-    def compile(self, lengths: Collection[int], jobs: int = 1) -> int:
+    def compile(self, lengths: Collection[int], jobs: int = 1, *, samples: bool = False) -> int:
         """Compile all programs that prompts of these lengths need.
 
         Args:
             lengths: lengths of the prompts.
             jobs: number of programs to compile at a time.
+            samples: whether prompts may have several samples.
 
         Returns:
             Peak device memory in bytes while the batch runs, according to XLA's memory analysis.
@@ -523,19 +540,23 @@ class Batch:
         shape = jax.ShapeDtypeStruct
         requests = jax.tree.map(_shape, self._request([_NOTHING]))
         state, reading = programs.empty.shapes(self.policy, self.specs, self._request([]), self._no_logits())
-        one, count, flag = shape((1,), jnp.int32), shape((), jnp.int32), shape((), bool)
+        one, count = shape((1,), jnp.int32), shape((), jnp.int32)
         reading = jax.tree.map(_shape, reading)
-        most = 1
-        if self.engine.block:
+        if not self.admits:
             model, block = (self.policy, self.reader, self.weights), shape((1, self.engine.block), jnp.int32)
             read: list[tuple[Any, tuple[Any, ...]]] = [(programs.read_block, (*model, reading, block, one, one))]
             if self.prefixes.most:
                 read.append((programs.copy, (self.policy, self.reader, reading)))
         else:
             sizes = sorted({self.together(Job(range(length), 1)) for length in lengths})
-            most = max(most for _, most in sizes)
-            read = [self._read_call(*size) for size in sizes]
-        serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), flag
+            read = [(programs.admit, self._admit_shapes(state, *size)) for size in sizes]
+            if samples:
+                logits = (
+                    shape((most, self.engine.config.vocab_size), jnp.float32) for most in {most for _, most in sizes}
+                )
+                again = self.policy, self.specs, state, one
+                read += [(programs.again, (*again, each, one)) for each in logits]
+        serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), count
         decode = [
             (programs.serve, serve),
             (programs.insert, (self.policy, self.specs, state, reading, requests, one)),
@@ -543,22 +564,25 @@ class Batch:
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
         weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
-        stored, ready = self.row_bytes * self.prefixes.most, self.row_bytes * most
-        waiting = ready - self.row_bytes  # an inserted one is an argument of its program
-        return stored + max(found[0] + ready, weights + found[1] + waiting, *(held + each for each in found[2:]))
+        # Besides the batch: the empty row, prompts that are read or wait for a row, and stored states.
+        waiting = samples or not self.admits
+        beside = self.row_bytes * (1 + waiting + self.prefixes.most)
+        reading = [each + (0 if self.admits else held) for each in found[2:]]
+        return beside + max(found[0], weights + found[1] - self.row_bytes, *reading)
 
     def _no_logits(self) -> Any:
         return np.zeros((1, self.engine.config.vocab_size), np.float32)
 
-    def _read_call(self, size: int, most: int) -> tuple[Any, tuple[Any, ...]]:
-        """Program and shapes of arguments for reading `most` prompts padded to `size`."""
+    def _admit_shapes(self, state: Any, size: int, most: int) -> tuple[Any, ...]:
+        """Arguments of `admit`, as shapes, for `most` prompts padded to `size`."""
         shape = jax.ShapeDtypeStruct
-        program, specs = (programs.read, self.reader) if most == 1 else (programs.read_each, self._reader(most))
-        numbers = shape((most,), jnp.int32)
-        return program, (self.policy, specs, self.weights, shape((most, size), jnp.int32), numbers, numbers)
+        numbers, count = shape((most,), jnp.int32), shape((), jnp.int32)
+        requests = jax.tree.map(_shape, self._request([_NOTHING] * most))
+        tokens = shape((most, size), jnp.int32)
+        return self.policy, self.specs, self.weights, state, tokens, numbers, requests, numbers, count
 
-    def _request(self, jobs: Sequence[Job], allowed: Any = None) -> Request:
-        """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` is for a single job."""
+    def _request(self, jobs: Sequence[Job], allowed: Sequence[Any] = ()) -> Request:
+        """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` has bits of the first jobs, or None."""
         count = len(jobs) or self.rows
         given: Any = np.zeros((count, self.given), np.int32)
         ends: Any = np.full((count, self.ends), -1, np.int32)  # arrays are NumPy's: programs take them faster
@@ -576,12 +600,13 @@ class Batch:
             tops=_numbers([job.tops for job in jobs] or [0] * count) if self.tops else None,
         )
 
-    def _masked(self, sampler: Sampler, count: int, allowed: Any) -> Sampler:
+    def _masked(self, sampler: Sampler, count: int, allowed: Sequence[Any]) -> Sampler:
         if not self.masked:
             return sampler
         bits = self._all_allowed(count)
-        if allowed is not None:
-            bits[0] = allowed
+        for own, each in zip(bits, allowed, strict=False):
+            if each is not None:
+                own[:] = each
         return Masked(sampler, bits)
 
     def _all_allowed(self, count: int) -> Any:

@@ -243,6 +243,11 @@ def insert_options(policy: Policy, specs: Specs, *_: Any) -> Options:
     return CUDA_GRAPH_OPTIONS if specs[0].shard.mesh is None else {}
 
 
+def admit_options(policy: Policy, specs: Specs, params: Params, *_: Any) -> Options:
+    """XLA options for prefilling and inserting rows on a GPU, see `insert_options`."""
+    return matmul_options(params) | insert_options(policy, specs)
+
+
 def gpu_options_of(policy: Policy, specs: Specs, params: Params, *_: Any) -> Options:
     """XLA options for the loop on a GPU.
 

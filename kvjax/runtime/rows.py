@@ -1,8 +1,8 @@
 """The programs of a running batch, whose rows begin and end at their own times.
 
-A prompt is prefilled in a small batch (`read`, or `read_block` for chunked prefill). `insert` writes the result into a
-free row of the running batch, and `serve` decodes all rows that have something to do. A row's tokens do not depend on
-the other rows, nor on the row that it was given.
+`admit` prefills whole prompts and writes them into free rows of the running batch. With chunked prefill, `read_block`
+prefills a prompt in a batch of one row, which `insert` writes into a free row. `serve` decodes all rows that have something
+to do. A row's tokens do not depend on the other rows, nor on the row that it was given.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from kvjax.runtime.decoding import (
     CHUNK,
     Loop,
     Specs,
+    admit_options,
     decode_loop,
     empty_caches,
     gpu_options_of,
@@ -121,11 +122,6 @@ def _read(
     return Reading(caches, logits, lengths)
 
 
-def _read_each(policy: Policy, specs: Specs, *arguments: Any) -> tuple[Reading, ...]:
-    together = _read(policy, specs, *arguments)
-    return tuple(jax.tree.map(lambda x, i=i: x[i : i + 1], together) for i in range(specs[0].batch))
-
-
 def _begin(policy: Policy, specs: Specs, total: Int[Array, " R"], logits: Float[Array, "R V"]) -> Reading:
     return Reading(empty_caches(policy, specs, total), logits, jnp.zeros_like(total))
 
@@ -149,23 +145,65 @@ def _copy(policy: Policy, specs: Specs, reading: Reading) -> Reading:
     return jax.tree.map(jnp.copy, reading)
 
 
-def _insert(
-    policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " R"]
-) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens]:
+def _begun(reading: Reading, request: Request) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens]:
+    """Rows that begin with prefilled prompts, and their first tokens."""
     pos = reading.pos
     token, logprob = sample_token(reading.logits, request.sampler, request.seed, pos)
     tops = None if request.tops is None else top_tokens(reading.logits, jnp.max(request.tops))
     first = pos + request.given_count
     ended = (first == pos) & (jnp.any(token[:, None] == request.ends, axis=1) | (first + 1 >= request.limit))
-    new = Rows(reading.caches, token, pos, ~ended, pos, request)
+    return Rows(reading.caches, token, pos, ~ended, pos, request), token, logprob, tops
+
+
+def _written(rows: Rows, new: Rows, i: Int[Array, ""] | int, to: Int[Array, " R"]) -> Rows:
+    """The batch after row i of `new` has been written into row `to[i]`."""
 
     def write(old: Array, new: Array) -> Array:
-        new = new.astype(old.dtype)
-        for row in range(to.shape[0]):  # one slice after another: a scatter of whole rows is slower
-            old = jax.lax.dynamic_update_slice_in_dim(old, new[row : row + 1], to[row], axis=0)
-        return old
+        own = jax.lax.dynamic_slice_in_dim(new, i, 1).astype(old.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(old, own, to[i], axis=0)
 
-    return jax.tree.map(write, rows, new), token, logprob, tops
+    return jax.tree.map(write, rows, new)
+
+
+def _insert(
+    policy: Policy, specs: Specs, rows: Rows, reading: Reading, request: Request, to: Int[Array, " 1"]
+) -> tuple[Rows, Int[Array, " 1"], Float[Array, " 1"], TopTokens]:
+    new, token, logprob, tops = _begun(reading, request)
+    return _written(rows, new, 0, to), token, logprob, tops
+
+
+def _admit(
+    policy: Policy,
+    specs: Specs,
+    params: Params,
+    rows: Rows,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    request: Request,
+    to: Int[Array, " R"],
+    count: Int[Array, ""],
+) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens, Float[Array, "R V"]]:
+    read = tokens.shape[0]
+    reader = tuple(dataclasses.replace(spec, batch=read) for spec in specs)
+    reading = _read(policy, reader, params, tokens, lengths, request.limit)
+    new, token, logprob, tops = _begun(reading, request)
+    if read == 1:
+        rows = _written(rows, new, 0, to)
+    else:  # one row after another: a scatter of whole rows is slower
+        rows = jax.lax.fori_loop(0, count, lambda i, rows: _written(rows, new, i, to), rows)
+    return rows, token, logprob, tops, reading.logits
+
+
+def _again(
+    policy: Policy,
+    specs: Specs,
+    rows: Rows,
+    at: Int[Array, " 1"],
+    logits: Float[Array, "R V"],
+    index: Int[Array, " 1"],
+) -> Reading:
+    taken, _ = _take(policy, specs, rows, at)
+    return dataclasses.replace(taken, logits=jnp.take(logits, index, axis=0))
 
 
 def _take(policy: Policy, specs: Specs, rows: Rows, at: Int[Array, " R"]) -> tuple[Reading, Int[Array, " R"]]:
@@ -181,7 +219,7 @@ def _serve(
     rows: Rows,
     count: Int[Array, ""],
     stop: Bool[Array, " B"],
-    leave: Bool[Array, ""],
+    leave: Int[Array, ""],
 ) -> tuple[
     Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""], TopTokens
 ]:
@@ -195,7 +233,8 @@ def _serve(
 
     def should_continue(loop: Loop) -> Array:
         i, rows, *_ = loop
-        return (i < count) & jnp.any(rows.live) & ~(leave & jnp.any(begun & ~rows.live))
+        left = jnp.sum(begun & ~rows.live, dtype=jnp.int32)
+        return (i < count) & jnp.any(rows.live) & ((leave == 0) | (left < leave))
 
     def token(loop: Loop) -> Array:
         rows, request = loop[1], loop[1].request
@@ -235,10 +274,6 @@ def _reading_partitions(policy: Policy, specs: Specs) -> Any:
     return Reading(state_partitions(policy, specs), ROWS, ROWS)  # pyright: ignore[reportArgumentType]
 
 
-def _each_partitions(policy: Policy, specs: Specs) -> Any:
-    return (_reading_partitions(policy, specs),) * specs[0].batch
-
-
 def _over_mesh(arguments: Any, results: Any) -> Any:
     """Partitions of a program, from functions of its policy and specs (or partitions) for its arguments and results."""
 
@@ -272,14 +307,6 @@ read = Program(
 `total` is the final length of each sequence, including new tokens.
 """
 
-read_each = Program(
-    _read_each,
-    static=2,
-    gpu_options=prefill_options,
-    partition=_over_mesh((partitions, ROWS, ROWS, ROWS), _each_partitions),
-)
-"""`read_each(policy, specs, params, tokens, lengths, total)`: as `read`, but returns a reading for each prompt."""
-
 begin = Program(_begin, static=2, partition=_over_mesh((ROWS, ROWS), _reading_partitions))
 """`begin(policy, specs, total, logits)`: begin to prefill in blocks. `logits` gives the shape of those to come."""
 
@@ -303,10 +330,34 @@ insert = Program(
     partition=_over_mesh((_rows_partitions, _reading_partitions, ROWS, ROWS), (_rows_partitions, ROWS, ROWS, ROWS)),
     canonical=of_steps,
 )
-"""`insert(policy, specs, rows, reading, request, to)`: write prefilled rows into rows `to`, and sample their first tokens.
+"""`insert(policy, specs, rows, reading, request, to)`: write a prefilled prompt into row `to`, and sample its first token.
 
 The reading remains, so that it can be inserted again with another seed. Returns the batch (the old one is used up), the
-first tokens, their log-probabilities, and the most likely tokens. These mean nothing in rows with given tokens.
+first token, its log-probability, and the most likely tokens. These mean nothing in rows with given tokens.
+"""
+
+admit = Program(
+    _admit,
+    static=2,
+    donate=(3,),
+    gpu_options=admit_options,
+    partition=_over_mesh(
+        (partitions, _rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS)
+    ),
+)
+"""`admit(policy, specs, params, rows, tokens, lengths, request, to, count)`: prefill whole right-padded prompts, write the
+first `count` of them into rows `to`, and sample their first tokens.
+
+One program for both keeps the memory of prompts at the same addresses. On a GPU most of its CUDA graph then needs no
+update, which takes the host longer than short prompts take the GPU.
+
+Returns what `insert` does, and the logits after each prompt, for `again`.
+"""
+
+again = Program(_again, static=2, partition=_over_mesh((_rows_partitions, ROWS, ROWS, ROWS), _reading_partitions))
+"""`again(policy, specs, rows, at, logits, index)`: a reading to insert again, of the prompt that was admitted to row `at`.
+
+The row must not have decoded yet. `logits` are those of `admit`, and `index` is the prompt's row in them.
 """
 
 take = Program(_take, static=2, partition=_over_mesh((_rows_partitions, ROWS), (_reading_partitions, ROWS)))
@@ -324,7 +375,7 @@ serve = Program(
 )
 """`serve(policy, specs, params, rows, count, stop, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
 
-Rows in `stop` end before the first step. With `leave`, the program also returns as soon as a row has ended.
+Rows in `stop` end before the first step. With `leave`, the program also returns as soon as so many others have ended.
 
 Returns the batch (the old one is used up), and tokens and log-probabilities in buffers of `CHUNK` columns. Then follow
 the number of columns that each row has filled, the rows that are still live, the number of steps, and the most likely

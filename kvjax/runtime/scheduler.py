@@ -49,13 +49,19 @@ class Runner(Protocol):
     @property
     def rows(self) -> int: ...
     @property
+    def admits(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    @property
     def reused(self) -> int: ...
     def together(self, job: Any) -> tuple[int, int]: ...
-    def reading(self, jobs: Any) -> Iterator[Any]: ...
+    def admit(self, jobs: Any, rows: Any, allowed: Any = ()) -> Any: ...
+    def again(self, row: int, first: Any) -> Any: ...
+    def reading(self, job: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
     def restrict(self, allowed: Any) -> None: ...
-    def serve(self, count: int, stop: Any = (), *, leave: bool = False) -> Any: ...
+    def serve(self, count: int, stop: Any = (), *, leave: int = 0) -> Any: ...
     def release(self, row: int) -> None: ...
     def reset(self) -> None: ...
 
@@ -89,17 +95,19 @@ class Ticket:
 
 
 class _Started(NamedTuple):
-    """An inserted row whose first token is on its way."""
+    """An inserted row whose first token is on its way, among those of rows that were inserted together."""
 
     ticket: Ticket
     first: Any
+    at: int = 0
 
 
 class _Served(NamedTuple):
-    """A call whose tokens are on their way, and whose row was whose when it was dispatched."""
+    """A call whose tokens are on their way, whose row was whose when it was dispatched, and how many of them end it early."""
 
     owners: dict[int, Ticket]
     call: Any
+    leave: int
 
 
 OnEnd = Callable[[Any, Ticket, int], None]
@@ -120,7 +128,6 @@ class Scheduler:
 
     Attributes:
         most_rows: number of rows to fill.
-        most_jobs: number of jobs to hold at a time, read or running; None is no limit.
         row_steps: number of rows times steps so far.
         delivered: how many of them sampled a token.
         lost: the error of the last turn, if it ended all running jobs; None if it did not.
@@ -139,11 +146,10 @@ class Scheduler:
         self.batch, self.steps, self.block_calls, self.on_end = batch, steps, block_calls, on_end
         self.read_tokens = read_tokens
         self.most_rows = batch.rows
-        self.most_jobs: int | None = None
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
-        self._reading: tuple[list[list[Ticket]], Iterator[Any], int] | None = None  # with the tokens of a part
+        self._reading: tuple[list[Ticket], Iterator[Any], int] | None = None  # with the tokens of a block
         self._read_now = 0  # tokens that were read in this turn
         self._ready: deque[tuple[list[Ticket], Any]] = deque()
         self._under_way: deque[_Started | _Served] = deque()
@@ -166,7 +172,7 @@ class Scheduler:
     def begun(self) -> int:
         """Number of jobs whose prompt is being read, or that wait for a row with it."""
         reading = [] if self._reading is None else self._reading[0]
-        return sum(map(len, reading)) + sum(len(tickets) for tickets, _ in self._ready)
+        return len(reading) + sum(len(tickets) for tickets, _ in self._ready)
 
     @property
     def running(self) -> int:
@@ -241,8 +247,9 @@ class Scheduler:
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""
         blocks = self._read_now = 0
-        while self._has_room() and (self._reading or self._waiting or self._ready):
-            if not self._ready and not self._read(blocks):
+        begins = not self.batch.admits or not self._owners or self._room >= self._enough
+        while self._room and self.waiting:
+            if not self._ready and not self._read(blocks, begins):
                 return
             blocks += 1
             if self._ready:
@@ -250,7 +257,7 @@ class Scheduler:
 
     def _insert(self, tickets: list[Ticket], reading: Any) -> None:
         """Insert what was read into free rows, once for each job that asked for it."""
-        while tickets and self._has_room():
+        while tickets and self._room:
             ticket = tickets.pop(0)
             if not tickets:  # before anything fails
                 self._ready.popleft()
@@ -260,66 +267,116 @@ class Scheduler:
             if ticket.ended is not None:
                 self._under_way.append(_Started(ticket, None))
                 continue
-            row = self._free.pop()
-            self._ended.discard(row)
-            self._owners[row] = ticket
+            (row,) = self._given([ticket])
             first = self.batch.insert(reading, ticket.job, row, allowed)
-            if not len(ticket.job.given):
-                self._under_way.append(_Started(ticket, first))
+            self._start([ticket], first)
 
-    def _has_room(self) -> bool:
-        return bool(self._free) and len(self._owners) < self.most_rows
+    @property
+    def _room(self) -> int:
+        """Number of rows that can be filled."""
+        return max(min(len(self._free), self.most_rows - len(self._owners)), 0)
 
-    def _read(self, blocks: int) -> bool:
-        """Read one block, or whole prompts. False if rows that are live have waited long enough."""
-        in_time = self._read_now < self.read_tokens if self._reading is None else blocks < self.block_calls
-        if self._owners and not in_time:
+    @property
+    def _enough(self) -> int:
+        """Number of rows to fill at a time."""
+        return min(self.batch.group, self.waiting, self.most_rows)
+
+    def _given(self, tickets: Sequence[Ticket]) -> list[int]:
+        """Give each job a row."""
+        rows = [self._free.pop() for _ in tickets]
+        self._ended.difference_update(rows)
+        self._owners.update(zip(rows, tickets, strict=True))
+        return rows
+
+    def _start(self, tickets: Sequence[Ticket], first: Any) -> None:
+        """Expect the first tokens of inserted rows, unless others are given."""
+        self._under_way += [_Started(each, first, i) for i, each in enumerate(tickets) if not len(each.job.given)]
+
+    def _read(self, blocks: int, begins: bool) -> bool:
+        """Read one block, or whole prompts if `begins`. False if live rows must not wait any longer."""
+        if self._reading is not None:
+            now = blocks < self.block_calls
+        else:
+            now = begins and self._read_now < self.read_tokens
+        if self._owners and not now:
             return False
-        if self._reading is None and not self._begin():
-            return True
-        assert self._reading is not None
-        groups, parts, tokens = self._reading
-        all_tickets = [ticket for tickets in groups for ticket in tickets]
-        if all(ticket.ended is not None for ticket in all_tickets):
-            self._reading = None
-            return True
+        if self._reading is None:
+            self._begin()
+        if self._reading is not None:
+            self._go_on(*self._reading)
+        return True
+
+    def _begin(self) -> None:
+        """Take the next prompt from the queue. If it is read whole, admit it, and others that are read together with it."""
+        group = self._waiting.popleft()
         try:
-            readings, complete = next(parts)
+            kind = self.batch.together(group[0].job)
+            parts = None if self.batch.admits else self.batch.reading(group[0].job)
+        except Exception as error:
+            self._fail_prompt(group, error)
+            return
+        if parts is not None:
+            self._reading = group, parts, math.prod(kind)
+            return
+        self._read_now += math.prod(kind)
+        first, *rest = group
+        self._admit([first] if rest else [first, *self._alike(kind)], rest)
+
+    def _alike(self, kind: tuple[int, int]) -> list[Ticket]:
+        """Take jobs from the queue whose prompts are read together with the next one."""
+        found: list[Ticket] = []
+        for tickets in list(itertools.islice(self._waiting, AHEAD)):
+            if len(found) + 1 == min(kind[1], self._room):
+                break
+            if len(tickets) == 1 and self._kind(tickets[0]) == kind:
+                self._waiting.remove(tickets)
+                found += tickets
+        return found
+
+    def _kind(self, ticket: Ticket) -> tuple[int, int] | None:
+        try:
+            return self.batch.together(ticket.job)
+        except Exception:  # reported when it is the job's turn
+            return None
+
+    def _admit(self, tickets: Sequence[Ticket], rest: list[Ticket]) -> None:
+        """Read whole prompts into free rows. `rest` are further jobs with the prompt of the only one."""
+        if rest:  # they wait, should anything fail
+            self._waiting.appendleft(rest)
+        bits = [None if ticket.job.grammar is None else self._allowed(ticket) for ticket in tickets]
+        self._under_way += [_Started(ticket, None) for ticket in tickets if ticket.ended is not None]
+        allowed = [each for each, ticket in zip(bits, tickets, strict=True) if ticket.ended is None]
+        tickets = [ticket for ticket in tickets if ticket.ended is None]
+        if not tickets:
+            return
+        rows = self._given(tickets)
+        first = self.batch.admit([ticket.job for ticket in tickets], rows, allowed)
+        self._start(tickets, first)
+        if rest:
+            self._ready.append((rest, self.batch.again(rows[0], first)))
+            self._waiting.popleft()
+
+    def _go_on(self, tickets: list[Ticket], parts: Iterator[Any], tokens: int) -> None:
+        """Read a block of a prompt."""
+        if all(ticket.ended is not None for ticket in tickets):
+            self._reading = None
+            return
+        try:
+            reading, complete = next(parts)
         except Exception as error:
             self._reading = None
-            self._fail_prompts(groups, error)
-            return True
+            self._fail_prompt(tickets, error)
+            return
         self._read_now += tokens
         if complete:
-            for ticket in all_tickets:
+            for ticket in tickets:
                 ticket.reused = self.batch.reused
-            self._ready.extend(zip(groups, readings, strict=True))
+            self._ready.append((tickets, reading))
             self._reading = None
-        return True
 
-    def _begin(self) -> bool:
-        """Take the next prompt from the queue, and others that are read together with it. Returns whether it can be read."""
-        groups = [self._waiting.popleft()]
-        held = self.running + len(groups[0])
-        try:
-            kind = self.batch.together(groups[0][0].job)
-            for tickets in list(itertools.islice(self._waiting, AHEAD)) if kind[1] > 1 else ():
-                if len(groups) == kind[1] or (self.most_jobs is not None and held + len(tickets) > self.most_jobs):
-                    break
-                if self.batch.together(tickets[0].job) == kind:
-                    self._waiting.remove(tickets)
-                    groups.append(tickets)
-                    held += len(tickets)
-            parts = self.batch.reading([tickets[0].job for tickets in groups])
-        except Exception as error:
-            self._fail_prompts(groups, error)
-            return False
-        self._reading = groups, parts, math.prod(kind)
-        return True
-
-    def _fail_prompts(self, groups: Sequence[Sequence[Ticket]], error: Exception) -> None:
-        """End the jobs of prompts that cannot be read. The others continue."""
-        for ticket in itertools.chain.from_iterable(groups):
+    def _fail_prompt(self, tickets: Sequence[Ticket], error: Exception) -> None:
+        """End the jobs of a prompt that cannot be read. The others continue."""
+        for ticket in tickets:
             if ticket.ended is None:
                 ticket.ended, ticket.error = "failed", error
             self._under_way.append(_Started(ticket, None))
@@ -337,9 +394,13 @@ class Scheduler:
         live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
         stop = [row for row, ticket in live.items() if ticket.ended is not None or ticket.stopped]
         self._stopped.update(stop)
-        leave = bool(self._waiting or self._reading or self._ready)
+        missing = self._enough - self._room
+        leave = missing if missing > 0 else self._enough
+        before = next((each for each in reversed(self._under_way) if isinstance(each, _Served)), None)
+        if before is not None and before.leave > 1:  # its rows wait to be filled until this call ends
+            leave = min(leave, 1)
         if live:
-            self._under_way.append(_Served(dict(live), self.batch.serve(steps, stop, leave=leave)))
+            self._under_way.append(_Served(dict(live), self.batch.serve(steps, stop, leave=leave), leave))
         return any(ticket.ended is None and (leave or self._left(ticket) > steps) for ticket in live.values())
 
     def _take(self, *, keep_last: bool) -> list[Ticket]:
@@ -358,8 +419,9 @@ class Scheduler:
                 self._under_way.popleft()
                 ticket = each.ticket
                 if each.first is not None and ticket.ended is None:
-                    token, logprob = np.asarray(each.first.token)[:1], np.asarray(each.first.logprob)[:1]
-                    self._add(ticket, token, logprob, _host([ticket], each.first), 0)
+                    own = slice(each.at, each.at + 1)
+                    token, logprob = np.asarray(each.first.token)[own], np.asarray(each.first.logprob)[own]
+                    self._add(ticket, token, logprob, _host([ticket], each.first), each.at)
                 changed[id(ticket)] = ticket
         return list(changed.values())
 
@@ -503,6 +565,6 @@ class Schedulers:
         share = -(-(self.waiting + sum(each.running for each in self._each)) // len(self._each))
         changed: list[Ticket] = []
         for each in self._each:
-            each.most_rows, each.most_jobs = min(share, each.batch.rows), share
+            each.most_rows = min(share, each.batch.rows)
             changed += each.turn()
         return changed

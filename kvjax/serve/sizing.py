@@ -46,7 +46,7 @@ def make_batch(
     count = min(int(free // one.row_bytes) - 1 - states - copies, MOST_ROWS)
     while count >= 1:
         batch = make(count, states)
-        over = batch.compile(batch.read_sizes) + copies * batch.row_bytes - SHARE * limit
+        over = batch.compile(batch.read_sizes, samples=True) + copies * batch.row_bytes - SHARE * limit
         if over <= 0:
             log.info("%d rows of %d bytes fit", count, batch.row_bytes)
             return batch

@@ -183,11 +183,11 @@ class Worker:
         """Compile all programs, and run each once, so that nothing is compiled later."""
         longest = self.batch.reader[0].prompt_len
         lengths = [min(size, longest) for size in self.batch.read_sizes]
-        self.batch.compile(lengths, min(os.cpu_count() or 1, JOBS))
+        self.batch.compile(lengths, min(os.cpu_count() or 1, JOBS), samples=True)
         # With stored states, the third prompt with the same blocks goes on from a state that the second has left.
         for length in [longest] * 3 if self.batch.engine.block else lengths:
             job = Job([0] * length, min(2, self.batch.specs[0].new_tokens), share="")
-            ticket = self.scheduler.submit(job)
+            ticket, _ = self.scheduler.submit_samples([job, job])
             while self.scheduler.busy:
                 self.scheduler.turn()
             if ticket.error is not None:

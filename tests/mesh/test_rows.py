@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.runtime import batch as running
 from kvjax.runtime import many as lists
 from kvjax.runtime.batch import Batch, Begun, Job
 from kvjax.runtime.mesh import on_mesh
@@ -18,8 +19,9 @@ def test_lists_over_a_mesh(policy, mesh, tiny, monkeypatch):
     together = mesh == "model=2"
     monkeypatch.setattr(lists, "tokens_together", lambda: 200 if together else 0)
     read: list[int] = []
-    read_each = Batch.read_each
-    monkeypatch.setattr(Batch, "read_each", lambda self, jobs: read.append(len(jobs)) or read_each(self, jobs))
+    monkeypatch.setattr(running, "FILLED_SHARE", 1)
+    admit = Batch.admit
+    monkeypatch.setattr(Batch, "admit", lambda self, jobs, *how: read.append(len(jobs)) or admit(self, jobs, *how))
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 64, size).tolist() for size in (50, 9, 33, 40, 17)]
     options = {"max_new_tokens": [9, 14, 3, 8, 20], "rows": 4, "ignore_eos": True}

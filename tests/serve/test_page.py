@@ -152,7 +152,7 @@ def test_recurrent_layers_have_no_tokens_but_bytes(tiny: Params) -> None:
     params = init(dataclasses.replace(tiny.config, layers=(recurrent, layer)), jax.random.key(0))
     batch = Batch(params, "full", rows=1, prompt_len=64, max_new_tokens=8)
     job = Job(list(range(1, 33)), 1)
-    batch.insert(batch.read(job), job, 0)
+    batch.admit([job], [0])
     kept = batch.kept_positions(0)
     assert int(kept.tokens[0]) == 32
     np.testing.assert_array_equal(np.asarray(kept.shares)[:40], [255] * 32 + [0] * 8)
