@@ -32,7 +32,8 @@ CALL = 64
 def step_ms(batch: Batch, job: Job, apart: int, steps: int) -> float:
     """Milliseconds of a step, on average, after the rows were filled `apart` steps one after the other."""
     batch.reset()
-    reading = batch.again(0, batch.admit([job], [0]))
+    batch.admit([job], [0])
+    reading = batch.again(0)
     for row in range(batch.rows):
         batch.insert(reading, dataclasses.replace(job, seed=row), row)
         if apart:

@@ -118,7 +118,7 @@ def test_one_reading_serves_several_samples(tiny):
     batch = Batch(tiny, rows=3, prompt_len=64, max_new_tokens=8, sampling={"temperature"})
     job = Job(jobs()[0].prompt, 8, sampler=make_sampler(2.0))
     firsts = [batch.admit([job], [0])]
-    reading = batch.again(0, firsts[0])
+    reading = batch.again(0)
     firsts += [batch.insert(reading, dataclasses.replace(job, seed=seed), seed) for seed in (1, 2)]
     call = batch.serve(8)
     for seed, first in enumerate(firsts):

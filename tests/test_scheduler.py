@@ -104,7 +104,7 @@ class FakeBatch:
         self.admitted = {row: job for job, row in zip(jobs, rows, strict=True)}
         return First(*(np.concatenate([each[i] for each in firsts]) for i in (0, 1)))
 
-    def again(self, row: int, first: Any, index: int = 0) -> Wish:
+    def again(self, row: int) -> Wish:
         self._check("again")
         return self.admitted[row]
 

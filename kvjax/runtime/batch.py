@@ -111,13 +111,11 @@ class First(NamedTuple):
     Attributes:
         token, logprob: tokens and their log-probabilities, [R].
         tops: ids and log-probabilities of the most likely tokens, [R, `MOST`] each; None in batches without `tops`.
-        logits: logits after the prompts, [R, V], of rows that `Batch.admit` filled.
     """
 
     token: Any
     logprob: Any
     tops: Any = None
-    logits: Any = None
 
 
 class Call(NamedTuple):
@@ -264,6 +262,7 @@ class Batch:
         self.read_tokens = read_together
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
+        self._last = self._no_logits()
         self.state: Rows | None = None
 
     @property
@@ -324,29 +323,27 @@ class Batch:
         tokens = np.zeros((most, size), np.int32)
         for own, job in zip(tokens, padded, strict=True):
             own[: len(job.prompt)] = job.prompt
-        self.state, *first, tops, logits = programs.admit(
+        self.state, self._last, *first, tops = programs.admit(
             self.policy,
             self.specs,
             self.weights,
             self.state,
+            self._last,
             tokens,
             _numbers([len(job.prompt) for job in padded]),
             self._request(padded, allowed),
             _numbers([*rows, *[0] * copies]),
             np.asarray(len(jobs), np.int32),
         )
-        return First(*_on_the_way(first), tops=tops, logits=logits)
+        return First(*_on_the_way(first), tops=tops)
 
-    def again(self, row: int, first: First, index: int = 0) -> Reading:
-        """A reading of a prompt that was admitted, so that `insert` writes it into other rows. The row must not have decoded yet.
+    def again(self, row: int) -> Reading:
+        """A reading of the first prompt of the last call of `admit`, for `insert` to write it into other rows.
 
         Args:
-            row: the row that it was written into.
-            first: what `admit` returned.
-            index: the prompt's place among those that were admitted together.
+            row: the row that it was written into, which must not have decoded yet.
         """
-        places = _numbers([row]), first.logits, _numbers([index])
-        return programs.again(self.policy, self.specs, self.state, *places)
+        return programs.again(self.policy, self.specs, self.state, self._last, _numbers([row]))
 
     def together(self, job: Job) -> tuple[int, int]:
         """Number of tokens of a prompt that are read at a time, with padding, and how many prompts are read together.
@@ -429,10 +426,10 @@ class Batch:
 
     def _free_rows(self) -> None:
         state, self.state = self.state, None
-        for leaf in jax.tree.leaves((state, self._nothing)):
+        for leaf in jax.tree.leaves((state, self._nothing, self._last)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
-        self._nothing = None
+        self._nothing, self._last = None, self._no_logits()
 
     def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again.
@@ -551,11 +548,7 @@ class Batch:
             sizes = sorted({self.together(Job(range(length), 1)) for length in lengths})
             read = [(programs.admit, self._admit_shapes(state, *size)) for size in sizes]
             if samples:
-                logits = (
-                    shape((most, self.engine.config.vocab_size), jnp.float32) for most in {most for _, most in sizes}
-                )
-                again = self.policy, self.specs, state, one
-                read += [(programs.again, (*again, each, one)) for each in logits]
+                read.append((programs.again, (self.policy, self.specs, state, reading.logits, one)))
         serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), count
         decode = [
             (programs.serve, serve),
@@ -578,8 +571,8 @@ class Batch:
         shape = jax.ShapeDtypeStruct
         numbers, count = shape((most,), jnp.int32), shape((), jnp.int32)
         requests = jax.tree.map(_shape, self._request([_NOTHING] * most))
-        tokens = shape((most, size), jnp.int32)
-        return self.policy, self.specs, self.weights, state, tokens, numbers, requests, numbers, count
+        tokens, last = shape((most, size), jnp.int32), _shape(self._last)
+        return self.policy, self.specs, self.weights, state, last, tokens, numbers, requests, numbers, count
 
     def _request(self, jobs: Sequence[Job], allowed: Sequence[Any] = ()) -> Request:
         """The jobs as arrays; without jobs, one row each that asks for nothing. `allowed` has bits of the first jobs, or None."""

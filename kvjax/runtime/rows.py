@@ -177,12 +177,13 @@ def _admit(
     specs: Specs,
     params: Params,
     rows: Rows,
+    last: Float[Array, "1 V"],
     tokens: Int[Array, "R T"],
     lengths: Int[Array, " R"],
     request: Request,
     to: Int[Array, " R"],
     count: Int[Array, ""],
-) -> tuple[Rows, Int[Array, " R"], Float[Array, " R"], TopTokens, Float[Array, "R V"]]:
+) -> tuple[Rows, Float[Array, "1 V"], Int[Array, " R"], Float[Array, " R"], TopTokens]:
     read = tokens.shape[0]
     reader = tuple(dataclasses.replace(spec, batch=read) for spec in specs)
     reading = _read(policy, reader, params, tokens, lengths, request.limit)
@@ -191,19 +192,18 @@ def _admit(
         rows = _written(rows, new, 0, to)
     else:  # one row after another: a scatter of whole rows is slower
         rows = jax.lax.fori_loop(0, count, lambda i, rows: _written(rows, new, i, to), rows)
-    return rows, token, logprob, tops, reading.logits
+    return rows, jax.lax.dynamic_update_slice(last, reading.logits[:1], (0, 0)), token, logprob, tops
 
 
 def _again(
     policy: Policy,
     specs: Specs,
     rows: Rows,
+    last: Float[Array, "1 V"],
     at: Int[Array, " 1"],
-    logits: Float[Array, "R V"],
-    index: Int[Array, " 1"],
 ) -> Reading:
     taken, _ = _take(policy, specs, rows, at)
-    return dataclasses.replace(taken, logits=jnp.take(logits, index, axis=0))
+    return dataclasses.replace(taken, logits=jnp.copy(last))
 
 
 def _take(policy: Policy, specs: Specs, rows: Rows, at: Int[Array, " R"]) -> tuple[Reading, Int[Array, " R"]]:
@@ -339,25 +339,26 @@ first token, its log-probability, and the most likely tokens. These mean nothing
 admit = Program(
     _admit,
     static=2,
-    donate=(3,),
+    donate=(3, 4),
     gpu_options=admit_options,
     partition=_over_mesh(
-        (partitions, _rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS)
+        (partitions, _rows_partitions, ROWS, ROWS, ROWS, ROWS, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS)
     ),
 )
-"""`admit(policy, specs, params, rows, tokens, lengths, request, to, count)`: prefill whole right-padded prompts, write the
-first `count` of them into rows `to`, and sample their first tokens.
+"""`admit(policy, specs, params, rows, last, tokens, lengths, request, to, count)`: prefill whole right-padded prompts, write
+the first `count` of them into rows `to`, and sample their first tokens.
 
-One program for both keeps the memory of prompts at the same addresses. On a GPU most of its CUDA graph then needs no
-update, which takes the host longer than short prompts take the GPU.
+`last` are the logits after the first prompt of the call before. Returns the batch, these logits after the first prompt of
+this call (the old ones are used up), and then what `insert` does.
 
-Returns what `insert` does, and the logits after each prompt, for `again`.
+There is one program for both, without large arrays of its own, so that its memory stays at the same addresses. Otherwise
+all of its CUDA graph is updated on a GPU, which takes the host longer than a short prompt takes the GPU.
 """
 
-again = Program(_again, static=2, partition=_over_mesh((_rows_partitions, ROWS, ROWS, ROWS), _reading_partitions))
-"""`again(policy, specs, rows, at, logits, index)`: a reading to insert again, of the prompt that was admitted to row `at`.
+again = Program(_again, static=2, partition=_over_mesh((_rows_partitions, ROWS, ROWS), _reading_partitions))
+"""`again(policy, specs, rows, last, at)`: a reading to insert again, of the first prompt of the last call of `admit`.
 
-The row must not have decoded yet. `logits` are those of `admit`, and `index` is the prompt's row in them.
+It is in row `at`, which must not have decoded yet. `last` are the logits that `admit` returned.
 """
 
 take = Program(_take, static=2, partition=_over_mesh((_rows_partitions, ROWS), (_reading_partitions, ROWS)))

@@ -56,7 +56,7 @@ class Runner(Protocol):
     def reused(self) -> int: ...
     def together(self, job: Any) -> tuple[int, int]: ...
     def admit(self, jobs: Any, rows: Any, allowed: Any = ()) -> Any: ...
-    def again(self, row: int, first: Any) -> Any: ...
+    def again(self, row: int) -> Any: ...
     def reading(self, job: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
@@ -294,10 +294,8 @@ class Scheduler:
 
     def _read(self, blocks: int, begins: bool) -> bool:
         """Read one block, or whole prompts if `begins`. False if live rows must not wait any longer."""
-        if self._reading is not None:
-            now = blocks < self.block_calls
-        else:
-            now = begins and self._read_now < self.read_tokens
+        begins &= self._read_now < self.read_tokens
+        now = begins if self._reading is None else blocks < self.block_calls
         if self._owners and not now:
             return False
         if self._reading is None:
@@ -353,7 +351,7 @@ class Scheduler:
         first = self.batch.admit([ticket.job for ticket in tickets], rows, allowed)
         self._start(tickets, first)
         if rest:
-            self._ready.append((rest, self.batch.again(rows[0], first)))
+            self._ready.append((rest, self.batch.again(rows[0])))
             self._waiting.popleft()
 
     def _go_on(self, tickets: list[Ticket], parts: Iterator[Any], tokens: int) -> None:
