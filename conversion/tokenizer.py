@@ -274,16 +274,32 @@ class Tokenizer:
         return both[len(before) :] if both.startswith(before) else self.decode(ids)
 
     def stream_decoder(self, given: Sequence[int] = ()) -> "StreamDecoder":
-        """Create a decoder that accepts ids one at a time, which continue `given`."""
+        """Create a decoder of ids that arrive bit by bit, and continue `given`."""
         return StreamDecoder(self, self._context(given))
 
     def is_silent(self, token: int) -> bool:
         """Whether `decode` skips an id: a special token, or an id without a token."""
-        return token in self._silent or self.backend.id_to_token(token) is None
+        return self._kind(token) == "silent"
 
     def is_byte(self, token: int) -> bool:
         """Whether an id is a single-byte token. A run of them is decoded together."""
-        return _BYTE.fullmatch(self.backend.id_to_token(token) or "") is not None
+        return self._kind(token) == "byte"
+
+    def _kind(self, token: int) -> str:
+        known = self._kinds
+        if (kind := known.get(token)) is None:
+            text = self.backend.id_to_token(token)
+            if text is None or token in self._silent:
+                kind = "silent"
+            else:
+                kind = "byte" if _BYTE.fullmatch(text) else "text"
+            known[token] = kind
+        return kind
+
+    @functools.cached_property
+    def _kinds(self) -> dict[int, str]:
+        """Kinds of the ids seen so far."""
+        return {}
 
     def _context(self, given: Sequence[int]) -> list[int]:
         """The last of the given ids: those that the text of later ids can depend on."""
@@ -345,15 +361,27 @@ class StreamDecoder:
 
     def push(self, token: int) -> str:
         """Add one id and return the text that is now certain, which is often empty."""
-        token = int(token)
-        if self._tokenizer.is_silent(token):
-            return ""
-        self._ids.append(token)
-        if self._unsure is not None:
-            self._unsure.append(token)
-        if self._tokenizer.is_byte(token):  # the next byte may still make the whole run invalid
-            self._text = None
-            return ""
+        return self.extend([token])
+
+    def extend(self, tokens: Iterable[int]) -> str:
+        """Add ids and return the text that is now certain. Several together take less time than one after the other."""
+        found, waiting = "", False  # for ids without bytes to be decoded together
+        for token in map(int, tokens):
+            if self._tokenizer.is_silent(token):
+                continue
+            byte = self._tokenizer.is_byte(token)
+            if waiting and (byte or self._unsure is not None):
+                found, waiting = found + self._decoded(), False
+            self._ids.append(token)
+            if self._unsure is not None:
+                self._unsure.append(token)
+            if byte:  # the next byte may still make the whole run invalid
+                self._text = None
+            waiting = not byte
+        return found + self._decoded() if waiting else found
+
+    def _decoded(self) -> str:
+        """Text of the ids that has become certain."""
         self._text = self._tokenizer.decode(self._ids)
         if self._unsure is not None:
             self._decide(self._unsure)

@@ -27,6 +27,11 @@ class GrowingText:
         self._held = ""  # complete characters that may begin a stop string
         self.stopped = False
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens, where there are no stop strings."""
+        assert not self._stop
+        self._pieces.append(self._decoder.extend(tokens))
+
     def push(self, token: int) -> bool:
         """Add one token. Returns `stopped`."""
         text = self._held + self._decoder.push(token)

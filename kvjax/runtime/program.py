@@ -99,6 +99,7 @@ class Program:
         self._partition = partition
         self._canonical = canonical
         self._compiled: dict[Hashable, tuple[Any, list[Any] | None]] = {}
+        self._recent: dict[Hashable, Any] = {}  # executables for one device by what `_quick_key` says
         self._shapes_of: dict[Hashable, Any] = {}
         self._sharded: dict[Hashable, bool] = {}  # by static arguments, on which alone it depends
         self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
@@ -153,13 +154,27 @@ class Program:
         """Drop all executables."""
         with self._lock:
             self._compiled.clear()
+            self._recent.clear()
             self._locks.clear()
             self._sharded.clear()
             self._shapes_of.clear()
 
     def __call__(self, *args: Any) -> Any:
         """Run the program. Donated arrays are deleted, also on devices that cannot reuse their memory."""
-        return self.ready(*args)()
+        args = self._with_canonical(args)
+        leaves, tree = jax.tree.flatten(args[self._static :])
+        key = args[: self._static], tree, _quick_key(leaves)
+        if (executable := self._recent.get(key)) is not None:
+            with contextlib.suppress(TypeError, ValueError):  # other shapes, types or devices than before
+                with _compiling():
+                    results = executable(*args[self._static :])
+                return self._without_donated(args, results)
+        executable, places = self._found(args, leaves, tree)
+        if places is None:
+            self._recent[key] = executable
+        with _compiling():
+            results = self._run(executable, places, args, leaves, tree)
+        return self._without_donated(args, results)
 
     def ready(self, *args: Any) -> Callable[[], Any]:
         """Compile the program for these arrays if necessary, and return the call that runs it, as `__call__` does."""
@@ -169,15 +184,18 @@ class Program:
 
         def run() -> Any:
             with _compiling():
-                results = self._run(executable, places, args, leaves, tree)
-            if self._donate:
-                kept = set(map(id, jax.tree.leaves(results)))
-                for leaf in jax.tree.leaves([args[i] for i in self._donate]):
-                    if isinstance(leaf, jax.Array) and id(leaf) not in kept and not leaf.is_deleted():
-                        leaf.delete()
-            return results
+                return self._without_donated(args, self._run(executable, places, args, leaves, tree))
 
         return run
+
+    def _without_donated(self, args: tuple[Any, ...], results: Any) -> Any:
+        """Delete donated arrays that the device could not reuse. Returns the results."""
+        if self._donate:
+            kept = set(map(id, jax.tree.leaves(results)))
+            for leaf in jax.tree.leaves([args[i] for i in self._donate]):
+                if isinstance(leaf, jax.Array) and id(leaf) not in kept and not leaf.is_deleted():
+                    leaf.delete()
+        return results
 
     def _run(
         self, executable: Any, places: list[Any] | None, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any
@@ -252,6 +270,11 @@ def compile_with(lowered: Any, options: Options) -> Any:
                 _told.add(these)
                 log.warning("compiled without %s, which this version of XLA refuses: %s", refused, error)
             known = {name: value for name, value in known.items() if name not in refused}
+
+
+def _quick_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Device of the first array, and shapes of those on the host. Other arrays come from programs, mostly with the same shapes."""
+    return _place(getattr(leaves[0], "sharding", None)), *[x.shape for x in leaves if isinstance(x, np.ndarray)]
 
 
 def _places(leaves: Sequence[Any]) -> tuple[Any, ...]:

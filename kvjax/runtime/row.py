@@ -69,15 +69,15 @@ class Row:
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append newly sampled tokens, up to the end of the sequence."""
-        request = self.request
+        request, growing, ends, before = self.request, self.growing, self.request.ends, len(self.tokens)
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stop_reason is not None:
-                return
+                break
             self.tokens.append(int(token))
             self.logprobs.append(float(logprob))
-            if token in request.ends:
+            if token in ends:
                 self.stop_reason = "eos" if token in request.eos else "stop"
-            if self.growing is not None:
-                self.growing.push(token)
-                if self.growing.stopped:
-                    self.stop_reason = "stop"
+            if growing is not None and request.stop and growing.push(token):
+                self.stop_reason = "stop"
+        if growing is not None and not request.stop:
+            growing.extend(self.tokens[before:])

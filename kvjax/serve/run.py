@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from .serving import Server
 
 CONNECTIONS = 256
 """Connections beside those of sequences that run or wait. More are refused."""
+
+SWITCH_SECONDS = 2e-4
+"""Python's switch interval: how long a thread that is busy with connections lets the thread wait that drives the devices."""
 
 
 def run(server: Server, host: str, port: int, on_ready: Callable[[], object] = lambda: None) -> bool:
@@ -41,8 +45,12 @@ def run(server: Server, host: str, port: int, on_ready: Callable[[], object] = l
         timeout_graceful_shutdown=max(int(server.settings.drain_seconds), 1),
         log_level="warning",
     )
-    running = _Uvicorn(config, server, on_ready)
-    running.run()
+    running, before = _Uvicorn(config, server, on_ready), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        running.run()
+    finally:
+        sys.setswitchinterval(before)
     return running.started and server.worker.error is None
 
 

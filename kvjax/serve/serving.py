@@ -261,7 +261,8 @@ class Running:
             limit = settings.first_seconds if waiting else settings.request_seconds
             left = self._began + limit - time.monotonic()
             try:
-                changed = [await asyncio.wait_for(self._changed.get(), max(left, 0))]
+                async with asyncio.timeout(max(left, 0)):
+                    changed = [await self._changed.get()]
             except TimeoutError:
                 what = "begun" if waiting else "ended"
                 raise overloaded(f"the request has not {what} after {limit:g} seconds", 10) from None

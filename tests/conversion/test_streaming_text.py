@@ -105,6 +105,24 @@ def test_pieces_are_the_text_of_everything(make: Callable[[], Tokenizer]) -> Non
     check()
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_ids_that_arrive_together_give_what_they_give_one_by_one(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    any_tokens = tokens(tokenizer)
+
+    @settings(max_examples=150)
+    @given(any_tokens, st.lists(any_tokens, max_size=6))
+    def check(before: list[int], groups: list[list[int]]) -> None:
+        alone, together, shown = tokenizer.stream_decoder(before), tokenizer.stream_decoder(before), ["", ""]
+        for group in groups:
+            shown[0] += "".join(map(alone.push, group))
+            shown[1] += together.extend(group)
+            assert shown[0] == shown[1]
+            assert alone.pending() == together.pending()
+
+    check()
+
+
 @pytest.mark.parametrize("make", [byte_level, leading_space])
 def test_stop_strings_are_found_where_they_first_appear(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
