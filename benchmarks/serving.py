@@ -6,7 +6,8 @@ The load is open: requests arrive at random times (a Poisson process) whether or
 come from processes of their own, through `/v1/completions`, as streams. Answers have the number of tokens that was asked
 for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_API_KEY` has the key, if the server needs one.
 
-Prints one JSON object, with the first error of each status other than 200. Times are in seconds: `ttft` from a request to its first event, `gap` between two events of a
+Prints one JSON object, with the first error of each status other than 200. `--out` also adds it to a result file, in place of
+one of the same `--program` and load. Times of several programs are comparable only on the same machine. Times are in seconds: `ttft` from a request to its first event, `gap` between two events of a
 stream, `total` from a request to its end.
 """
 
@@ -15,11 +16,15 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
+import subprocess
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,6 +212,27 @@ def first_model(load: Load) -> str:
         return json.loads(response.read())["data"][0]["id"]
 
 
+def add(path: Path, program: str, row: dict[str, Any]) -> None:
+    """Add the measurements of a load to a result file, in place of earlier ones of the same program and load."""
+    from benchmarks import report  # here, as the processes that send requests need no JAX
+
+    names = shutil.which("nvidia-smi") and subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()
+    about = {
+        "program": program,
+        "gpus": [name.partition(" (UUID")[0] for name in names or []],
+        **report.measured_here(),
+    }
+    found = report.read(path) if path.exists() else {"header": {"versions": _versions()}, "rows": []}
+    same = ("program", "rate", "requests", "prompt", "answer", "shared")
+    new = about | {name: value for name, value in row.items() if name not in ("url", "model")}
+    rows = [old for old in found["rows"] if any(old[name] != new[name] for name in same)]
+    report.write(path, found["header"], [*rows, new])
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("kvjax", "jax", "numpy")}
+
+
 def main() -> None:
     """Send the load and print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,15 +246,22 @@ def main() -> None:
     parser.add_argument("--model", help="by default the first of the server's")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--program", help="what serves, for the result file: its name, version and options")
     options = vars(parser.parse_args())
-    processes = options.pop("processes")
+    processes, out, program = (options.pop(name) for name in ("processes", "out", "program"))
+    if out is not None and program is None:
+        parser.error("--out needs --program")
     load = Load(**options, key=os.environ.get("KVJAX_API_KEY", ""))
     if load.model is None:
         load = Load(**{**asdict(load), "model": first_model(load)})
     start = time.time() + 2  # when all processes have begun
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         shares = pool.starmap(_share, [(load, share, processes, start) for share in range(processes)])
-    print(json.dumps(summary(load, [answer for answers in shares for answer in answers])))
+    row = summary(load, [answer for answers in shares for answer in answers])
+    print(json.dumps(row))
+    if out is not None:
+        add(out, program, row)
 
 
 if __name__ == "__main__":

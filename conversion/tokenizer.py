@@ -289,11 +289,8 @@ class Tokenizer:
         known = self._kinds
         if (kind := known.get(token)) is None:
             text = self.backend.id_to_token(token)
-            if text is None or token in self._silent:
-                kind = "silent"
-            else:
-                kind = "byte" if _BYTE.fullmatch(text) else "text"
-            known[token] = kind
+            silent = text is None or token in self._silent
+            known[token] = kind = "silent" if silent else "byte" if _BYTE.fullmatch(text or "") else "text"
         return kind
 
     @functools.cached_property
