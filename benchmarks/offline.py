@@ -246,7 +246,12 @@ def main() -> None:
         "--problems", type=int, default=COUNT, help="number of problems, of examples of a task, or of short prompts"
     )
     parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompt")
-    parser.add_argument("--new-tokens", type=int, default=512, help="of an answer to a problem")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=1024,
+        help="maximum tokens of an answer to a problem, as of `kvjax eval` by default",
+    )
     parser.add_argument("--rows", default="64", help="rows of a batch; `rows` takes several, separated by commas")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()

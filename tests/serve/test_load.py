@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from serve_client import NEW, Client
 
-from benchmarks.serving import Load, drive, summary
+from benchmarks.serving import Load, add, drive, summary
 
 
 def test_load_through_a_socket(client: Client) -> None:
@@ -50,3 +52,13 @@ def test_load_through_a_socket(client: Client) -> None:
     assert 0 < row["ttft_p50"] <= row["ttft_p99"] <= row["total_p99"]
     assert row["tokens_per_second"] > 0
     assert "key" not in row
+
+
+def test_result_file_has_the_latest_of_each_program_and_load(tmp_path: Path) -> None:
+    path, load = tmp_path / "serving.json", {"url": "u", "model": "m", "rate": 2.0, "requests": 3, "prompt": 4}
+    load |= {"answer": 5, "shared": 0}
+    for program, seconds, rate in (("a", 9.0, 2.0), ("b", 8.0, 2.0), ("a", 7.0, 3.0), ("a", 6.0, 2.0)):
+        add(path, program, load | {"seconds": seconds, "rate": rate})
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert [(row["program"], row["rate"], row["seconds"]) for row in rows] == [("b", 2, 8), ("a", 3, 7), ("a", 2, 6)]
+    assert all(row["date"] and "url" not in row and "model" not in row for row in rows)
