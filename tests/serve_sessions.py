@@ -71,7 +71,7 @@ def without_files(batch: Batch, turns: Sequence[tuple[Sequence[int], Any]]) -> l
         job = Job(ids, **options)
         total: Any = np.asarray([job.total], np.int32)
         if reading is None:
-            (*_, reading) = batch.read_blocks(job)
+            (*_, (reading, _)) = batch.reading(job)
         else:
             for part in blocks_from_start(ids[done:], BLOCK):
                 block = decoding.padded([part], BLOCK)

@@ -87,7 +87,7 @@ def test_prompts_that_are_read_in_blocks(policy, tiny):
     batch = Batch(tiny, policy, rows=2, prompt_len=LONGEST, max_new_tokens=8, block=16)
     for row, length in enumerate((50, 17)):
         job = Job([jobs()[0].prompt[0]] * length, 8)
-        *_, reading = batch.read_blocks(job)
+        *_, (reading, _) = batch.reading(job)
         ran = Ran([(int(batch.insert(reading, job, row).token[0]), 0.0)])
         ran.add(batch.serve(8), row)
         want = kvjax.generate(tiny, job.prompt, policy, max_new_tokens=8, prefill_block=16, ignore_eos=True)

@@ -101,12 +101,13 @@ class FakeBatch:
         assert len({(10 + len(job.given), self.most) for job in jobs}) == 1
         assert 1 <= len(jobs) == len(rows) == len(allowed) <= self.most
         firsts = [self.insert(job, job, row, own) for job, row, own in zip(jobs, rows, allowed, strict=True)]
-        self.admitted = {row: job for job, row in zip(jobs, rows, strict=True)}
+        self.admitted = list(zip(rows, jobs, strict=True))
         return First(*(np.concatenate([each[i] for each in firsts]) for i in (0, 1)))
 
-    def again(self, row: int) -> Wish:
+    def again(self, row: int, index: int = 0) -> Wish:
         self._check("again")
-        return self.admitted[row]
+        assert self.admitted[index][0] == row
+        return self.admitted[index][1]
 
     def insert(self, reading: Wish, job: Wish, row: int, allowed: Any = None) -> Any:
         self._check("insert")
@@ -134,7 +135,7 @@ class FakeBatch:
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Any:
         self._check("serve")
-        self.admitted = {}
+        self.admitted = []
         for row in stop:
             self.live[row] = False
         for row in self.grammars:
@@ -331,6 +332,48 @@ def test_rows_are_filled_a_group_at_a_time(group: int, waiting: list[int]) -> No
     while scheduler.busy:
         scheduler.turn()
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
+
+
+def test_prompts_of_several_samples_are_read_together() -> None:
+    """The first job of each is admitted. The others are inserted when there are rows."""
+    batch = FakeBatch(5, most=2)
+    read: list[list[int]] = []
+    admit = batch.admit
+    batch.admit = lambda jobs, *how: read.append([job.name for job in jobs]) or admit(jobs, *how)  # pyright: ignore
+    scheduler = Scheduler(batch, steps=3)
+    groups = [scheduler.submit_samples([Wish(100 * i, 4)] * samples) for i, samples in enumerate((2, 5, 1))]
+    scheduler.turn()
+    assert read == [[0, 100]]
+    assert (scheduler.running, scheduler.begun, scheduler.waiting) == (5, 2, 3)
+    while scheduler.busy:
+        scheduler.turn()
+    assert read == [[0, 100], [200]]
+    assert all(ticket.tokens == ticket.job.tokens for group in groups for ticket in group)
+
+
+def test_free_rows_wait_for_few_calls() -> None:
+    """Then they are filled, although fewer are free than are filled at a time."""
+    batch = FakeBatch(64, group=8)
+    scheduler = Scheduler(batch, steps=16)
+    for i in range(57):
+        scheduler.submit(Wish(1_000_000 + 10_000 * i, 4000))
+    scheduler.turn()
+    tickets = [scheduler.submit(Wish(100 * i, 5)) for i in range(8)]
+    for _ in range(2 + scheduler_module.PATIENCE):
+        scheduler.turn()
+    assert [ticket.ended for ticket in tickets] == ["length"] * 7 + [None]
+
+
+def test_batches_with_one_queue_wait_for_their_share_of_a_group() -> None:
+    batches = [FakeBatch(8, group=4), FakeBatch(8, group=4)]
+    scheduler = Schedulers(batches, steps=2)
+    for i in range(14):
+        scheduler.submit(Wish(1_000_000 + 10_000 * i, 4000))
+    scheduler.turn()
+    for i in range(2):
+        scheduler.submit(Wish(100 * i, 4))
+    scheduler.turn()
+    assert [sum(batch.live) for batch in batches] == [8, 8]
 
 
 def test_few_waiting_prompts_are_looked_through(monkeypatch) -> None:

@@ -48,10 +48,10 @@ MOST_TOGETHER = 8
 """Maximum number of prompts that are read together."""
 
 FILLED_SHARE = 32
-"""Rows are filled a group at a time, where many prompts wait. One row of so many is in a group.
+"""Where many prompts wait, rows are filled a group at a time. A group has one row for every `FILLED_SHARE` rows of the batch.
 
-With more rows in a group, calls of `serve` are longer, and more prompts are read together. Half of a group's rows are empty
-on average, here 1.6 % of all.
+Larger groups make calls of `serve` longer, and let more prompts be read together. Half a group of rows is empty on average,
+which is 1.6 % of a large batch.
 """
 
 
@@ -149,7 +149,7 @@ class Batch:
     Nothing is allocated before the first row is inserted.
 
     Attributes:
-        admits: whether prompts are prefilled whole, by `admit`, and not in blocks, by `read_blocks` and `insert`.
+        admits: whether prompts are prefilled whole, by `admit`, and not in blocks, by `reading` and `insert`.
         group: number of rows to fill at a time, where many prompts wait.
         reused: number of tokens of the prompt begun last whose state was stored.
 
@@ -258,11 +258,11 @@ class Batch:
         self.read_sizes = sorted(
             {min(size, longest) for size in (*(read_sizes or default_read_sizes(longest)), longest)}
         )
-        self.admits, self.group = not self.engine.block, max(rows // FILLED_SHARE, 1)
-        self.read_tokens = read_together
+        self.admits, self.read_tokens = not self.engine.block, read_together
+        self.group = max(rows // FILLED_SHARE, 1) if self.admits else 1
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
-        self._last = self._no_logits()
+        self._last = self._no_last()
         self.state: Rows | None = None
 
     @property
@@ -337,13 +337,16 @@ class Batch:
         )
         return First(*_on_the_way(first), tops=tops)
 
-    def again(self, row: int) -> Reading:
-        """A reading of the first prompt of the last call of `admit`, for `insert` to write it into other rows.
+    def again(self, row: int, index: int = 0) -> Reading:
+        """A reading of a prompt of the last call of `admit`, for `insert` to write it into other rows.
 
         Args:
             row: the row that it was written into, which must not have decoded yet.
+            index: its place among the jobs of that call.
         """
-        return programs.again(self.policy, self.specs, self.state, self._last, _numbers([row]))
+        return programs.again(
+            self.policy, self.specs, self.state, self._last, _numbers([row]), np.asarray(index, np.int32)
+        )
 
     def together(self, job: Job) -> tuple[int, int]:
         """Number of tokens of a prompt that are read at a time, with padding, and how many prompts are read together.
@@ -355,7 +358,11 @@ class Batch:
         if not self.admits:
             return self.engine.block, 1
         size = self.read_size(len(job.prompt))
-        return size, max(min(self.read_tokens // size, MOST_TOGETHER, self.group), 1)
+        return size, self._most(size)
+
+    def _most(self, size: int) -> int:
+        """How many prompts padded to `size` tokens are read together."""
+        return max(min(self.read_tokens // size, MOST_TOGETHER, self.group), 1)
 
     def read_size(self, length: int) -> int:
         """Number of places that a prompt of `length` tokens is padded to when it is read whole."""
@@ -367,13 +374,8 @@ class Batch:
             self._shorter[size] = _reads_shorter(self.policy, self.reader, self.weights, size)
         return size if self._shorter[size] else most
 
-    def read_blocks(self, job: Job) -> Iterator[Reading]:
-        """Prefill a job's prompt block by block. Yields after each block; the last reading is complete."""
-        for reading, _ in self.reading(job):
-            yield reading
-
     def reading(self, job: Job) -> Iterator[tuple[Reading, bool]]:
-        """As `read_blocks`, but also says whether each reading is complete."""
+        """Prefill a job's prompt block by block. Yields a reading after each block, and whether it is complete."""
         self.check(job)
         if job.begun is not None:
             yield from self._go_on(job, job.begun)
@@ -429,7 +431,7 @@ class Batch:
         for leaf in jax.tree.leaves((state, self._nothing, self._last)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
-        self._nothing, self._last = None, self._no_logits()
+        self._nothing, self._last = None, self._no_last()
 
     def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again.
@@ -504,7 +506,13 @@ class Batch:
         return KeptPositions(*_on_the_way(kept_positions(self.policy, whole, caches, tokens, _numbers([row]))))
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Call:
-        """Decode up to `count` steps of all live rows, or until `leave` of them have ended; see `kvjax.runtime.rows.serve`."""
+        """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`.
+
+        Args:
+            count: maximum number of steps.
+            stop: rows that end before the first step.
+            leave: number of other rows whose end ends the call; 0 to go on in any case.
+        """
         ending = np.zeros(self.rows, bool)
         ending[list(stop)] = True
         self.state, *call, tops = programs.serve(
@@ -538,17 +546,22 @@ class Batch:
         requests = jax.tree.map(_shape, self._request([_NOTHING]))
         state, reading = programs.empty.shapes(self.policy, self.specs, self._request([]), self._no_logits())
         one, count = shape((1,), jnp.int32), shape((), jnp.int32)
+        weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
         reading = jax.tree.map(_shape, reading)
         if not self.admits:
             model, block = (self.policy, self.reader, self.weights), shape((1, self.engine.block), jnp.int32)
             read: list[tuple[Any, tuple[Any, ...]]] = [(programs.read_block, (*model, reading, block, one, one))]
+            beside = [held]
             if self.prefixes.most:
                 read.append((programs.copy, (self.policy, self.reader, reading)))
+                beside.append(held + weights)
         else:
             sizes = sorted({self.together(Job(range(length), 1)) for length in lengths})
             read = [(programs.admit, self._admit_shapes(state, *size)) for size in sizes]
+            beside = [0] * len(read)
             if samples:
-                read.append((programs.again, (self.policy, self.specs, state, reading.logits, one)))
+                read.append((programs.again, (self.policy, self.specs, state, _shape(self._last), one, count)))
+                beside.append(weights)
         serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), count
         decode = [
             (programs.serve, serve),
@@ -556,15 +569,18 @@ class Batch:
         ]
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
-        weights, held = bytes_per_device(self.weights), self.row_bytes * self.rows
-        # Besides the batch: the empty row, prompts that are read or wait for a row, and stored states.
-        waiting = samples or not self.admits
-        beside = self.row_bytes * (1 + waiting + self.prefixes.most)
-        reading = [each + (0 if self.admits else held) for each in found[2:]]
-        return beside + max(found[0], weights + found[1] - self.row_bytes, *reading)
+        # Rows besides the batch: the empty one, prompts that are read or wait for a row, and stored states.
+        waiting = 1 if not self.admits else self._most(min(self.read_sizes)) if samples else 0
+        others = self.row_bytes * (1 + waiting + self.prefixes.most)
+        reading = [each + more for each, more in zip(found[2:], beside, strict=True)]
+        return others + max(found[0], weights + found[1] - self.row_bytes, *reading)
 
     def _no_logits(self) -> Any:
         return np.zeros((1, self.engine.config.vocab_size), np.float32)
+
+    def _no_last(self) -> Any:
+        """Room for the logits after all prompts that are read together."""
+        return np.zeros((self._most(min(self.read_sizes)), self.engine.config.vocab_size), np.float32)
 
     def _admit_shapes(self, state: Any, size: int, most: int) -> tuple[Any, ...]:
         """Arguments of `admit`, as shapes, for `most` prompts padded to `size`."""

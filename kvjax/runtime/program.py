@@ -273,8 +273,9 @@ def compile_with(lowered: Any, options: Options) -> Any:
 
 
 def _quick_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Device of the first array, and shapes of those on the host. Other arrays come from programs, mostly with the same shapes."""
-    return _place(getattr(leaves[0], "sharding", None)), *[x.shape for x in leaves if isinstance(x, np.ndarray)]
+    """Device of the first array, and shapes of the last one and of those on the host. Others mostly have the same shapes."""
+    host = [x.shape for x in leaves if isinstance(x, np.ndarray)]
+    return _place(getattr(leaves[0], "sharding", None)), leaves[-1].shape, *host
 
 
 def _places(leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -177,13 +177,13 @@ def _admit(
     specs: Specs,
     params: Params,
     rows: Rows,
-    last: Float[Array, "1 V"],
+    last: Float[Array, "M V"],
     tokens: Int[Array, "R T"],
     lengths: Int[Array, " R"],
     request: Request,
     to: Int[Array, " R"],
     count: Int[Array, ""],
-) -> tuple[Rows, Float[Array, "1 V"], Int[Array, " R"], Float[Array, " R"], TopTokens]:
+) -> tuple[Rows, Float[Array, "M V"], Int[Array, " R"], Float[Array, " R"], TopTokens]:
     read = tokens.shape[0]
     reader = tuple(dataclasses.replace(spec, batch=read) for spec in specs)
     reading = _read(policy, reader, params, tokens, lengths, request.limit)
@@ -192,18 +192,19 @@ def _admit(
         rows = _written(rows, new, 0, to)
     else:  # one row after another: a scatter of whole rows is slower
         rows = jax.lax.fori_loop(0, count, lambda i, rows: _written(rows, new, i, to), rows)
-    return rows, jax.lax.dynamic_update_slice(last, reading.logits[:1], (0, 0)), token, logprob, tops
+    return rows, jax.lax.dynamic_update_slice(last, reading.logits, (0, 0)), token, logprob, tops
 
 
 def _again(
     policy: Policy,
     specs: Specs,
     rows: Rows,
-    last: Float[Array, "1 V"],
+    last: Float[Array, "M V"],
     at: Int[Array, " 1"],
+    index: Int[Array, ""],
 ) -> Reading:
     taken, _ = _take(policy, specs, rows, at)
-    return dataclasses.replace(taken, logits=jnp.copy(last))
+    return dataclasses.replace(taken, logits=jax.lax.dynamic_slice_in_dim(last, index, 1))
 
 
 def _take(policy: Policy, specs: Specs, rows: Rows, at: Int[Array, " R"]) -> tuple[Reading, Int[Array, " R"]]:
@@ -348,17 +349,18 @@ admit = Program(
 """`admit(policy, specs, params, rows, last, tokens, lengths, request, to, count)`: prefill whole right-padded prompts, write
 the first `count` of them into rows `to`, and sample their first tokens.
 
-`last` are the logits after the first prompt of the call before. Returns the batch, these logits after the first prompt of
-this call (the old ones are used up), and then what `insert` does.
+`last` has room for the logits after each prompt, of this program or of one that reads more prompts. Returns the batch and
+the logits (the old ones are used up), and then what `insert` does.
 
-There is one program for both, without large arrays of its own, so that its memory stays at the same addresses. Otherwise
-all of its CUDA graph is updated on a GPU, which takes the host longer than a short prompt takes the GPU.
+One program reads and inserts, and returns no new large arrays: the batch and the logits keep their memory. If addresses
+changed, XLA would update the whole CUDA graph, which takes the host longer than a short prompt takes the GPU.
 """
 
-again = Program(_again, static=2, partition=_over_mesh((_rows_partitions, ROWS, ROWS), _reading_partitions))
-"""`again(policy, specs, rows, last, at)`: a reading to insert again, of the first prompt of the last call of `admit`.
+again = Program(_again, static=2, partition=_over_mesh((_rows_partitions, ROWS, ROWS, ALL), _reading_partitions))
+"""`again(policy, specs, rows, last, at, index)`: a reading to insert again, of a prompt of the last call of `admit`.
 
-It is in row `at`, which must not have decoded yet. `last` are the logits that `admit` returned.
+It is in row `at`, which must not have decoded yet. `last` are the logits that `admit` returned, and `index` is its place in
+them.
 """
 
 take = Program(_take, static=2, partition=_over_mesh((_rows_partitions, ROWS), (_reading_partitions, ROWS)))
@@ -376,7 +378,7 @@ serve = Program(
 )
 """`serve(policy, specs, params, rows, count, stop, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
 
-Rows in `stop` end before the first step. With `leave`, the program also returns as soon as so many others have ended.
+Rows in `stop` end before the first step. The program also returns as soon as `leave` other rows have ended, unless `leave` is 0.
 
 Returns the batch (the old one is used up), and tokens and log-probabilities in buffers of `CHUNK` columns. Then follow
 the number of columns that each row has filled, the rows that are still live, the number of steps, and the most likely

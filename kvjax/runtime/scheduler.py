@@ -6,8 +6,8 @@
         for ticket in scheduler.turn():
             ...  # has new tokens, or has ended
 
-A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
-before. So the device always has work while the host reads tokens. While a row has a grammar, or its job a `stop`, a call
+A turn fills free rows with waiting prompts, a group of rows at a time if many wait, dispatches a call that decodes all
+rows, and takes the results of the call before. So the device always has work while the host reads tokens. While a row has a grammar, or its job a `stop`, a call
 is one step, whose result is taken at once.
 """
 
@@ -22,6 +22,9 @@ import numpy as np
 
 AHEAD = 256
 """Waiting prompts among which others are looked for that are read together with the next one."""
+
+PATIENCE = 2
+"""Calls that free rows wait for a group of them to become free."""
 
 Ended = Literal["eos", "length", "stop", "cancelled", "failed"]
 
@@ -56,7 +59,7 @@ class Runner(Protocol):
     def reused(self) -> int: ...
     def together(self, job: Any) -> tuple[int, int]: ...
     def admit(self, jobs: Any, rows: Any, allowed: Any = ()) -> Any: ...
-    def again(self, row: int) -> Any: ...
+    def again(self, row: int, index: int = 0) -> Any: ...
     def reading(self, job: Any) -> Iterator[Any]: ...
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
@@ -103,7 +106,13 @@ class _Started(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """A call whose tokens are on their way, whose row was whose when it was dispatched, and how many of them end it early."""
+    """A call whose tokens are on their way.
+
+    Attributes:
+        owners: whose each row was when the call was dispatched.
+        call: its results.
+        leave: number of rows whose end ends the call; 0 if none does.
+    """
 
     owners: dict[int, Ticket]
     call: Any
@@ -128,6 +137,7 @@ class Scheduler:
 
     Attributes:
         most_rows: number of rows to fill.
+        sharing: number of schedulers that take jobs from the queue.
         row_steps: number of rows times steps so far.
         delivered: how many of them sampled a token.
         lost: the error of the last turn, if it ended all running jobs; None if it did not.
@@ -145,7 +155,8 @@ class Scheduler:
     ) -> None:
         self.batch, self.steps, self.block_calls, self.on_end = batch, steps, block_calls, on_end
         self.read_tokens = read_tokens
-        self.most_rows = batch.rows
+        self.most_rows, self.sharing = batch.rows, 1
+        self._waited = 0  # calls that free rows have waited for others
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
         self._free = list(range(batch.rows))[::-1]
         self._owners: dict[int, Ticket] = {}
@@ -247,8 +258,9 @@ class Scheduler:
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""
         blocks = self._read_now = 0
-        begins = not self.batch.admits or not self._owners or self._room >= self._enough
-        while self._room and self.waiting:
+        begins = not self._owners or self._room >= self._enough or self._waited >= PATIENCE
+        self._waited = 0 if begins or not self._room else self._waited + 1
+        while self._room and (self._reading or self._waiting or self._ready):
             if not self._ready and not self._read(blocks, begins):
                 return
             blocks += 1
@@ -278,8 +290,13 @@ class Scheduler:
 
     @property
     def _enough(self) -> int:
-        """Number of rows to fill at a time."""
-        return min(self.batch.group, self.waiting, self.most_rows)
+        """Number of rows to fill at a time: a group, or as many as jobs wait for this batch."""
+        most, waiting = self.batch.group * self.sharing, self.begun
+        for tickets in self._waiting:
+            if waiting >= most:
+                break
+            waiting += len(tickets)
+        return min(self.batch.group, -(-waiting // self.sharing))
 
     def _given(self, tickets: Sequence[Ticket]) -> list[int]:
         """Give each job a row."""
@@ -293,7 +310,7 @@ class Scheduler:
         self._under_way += [_Started(each, first, i) for i, each in enumerate(tickets) if not len(each.job.given)]
 
     def _read(self, blocks: int, begins: bool) -> bool:
-        """Read one block, or whole prompts if `begins`. False if live rows must not wait any longer."""
+        """Read one block, or whole prompts if `begins`. Returns False if nothing may be read before the next call."""
         begins &= self._read_now < self.read_tokens
         now = begins if self._reading is None else blocks < self.block_calls
         if self._owners and not now:
@@ -317,18 +334,17 @@ class Scheduler:
             self._reading = group, parts, math.prod(kind)
             return
         self._read_now += math.prod(kind)
-        first, *rest = group
-        self._admit([first] if rest else [first, *self._alike(kind)], rest)
+        self._admit([group, *self._alike(kind)])
 
-    def _alike(self, kind: tuple[int, int]) -> list[Ticket]:
+    def _alike(self, kind: tuple[int, int]) -> list[list[Ticket]]:
         """Take jobs from the queue whose prompts are read together with the next one."""
-        found: list[Ticket] = []
-        for tickets in list(itertools.islice(self._waiting, AHEAD)):
+        found: list[list[Ticket]] = []
+        for tickets in list(itertools.islice(self._waiting, AHEAD)) if kind[1] > 1 else ():
             if len(found) + 1 == min(kind[1], self._room):
                 break
-            if len(tickets) == 1 and self._kind(tickets[0]) == kind:
+            if self._kind(tickets[0]) == kind:
                 self._waiting.remove(tickets)
-                found += tickets
+                found.append(tickets)
         return found
 
     def _kind(self, ticket: Ticket) -> tuple[int, int] | None:
@@ -337,22 +353,26 @@ class Scheduler:
         except Exception:  # reported when it is the job's turn
             return None
 
-    def _admit(self, tickets: Sequence[Ticket], rest: list[Ticket]) -> None:
-        """Read whole prompts into free rows. `rest` are further jobs with the prompt of the only one."""
-        if rest:  # they wait, should anything fail
-            self._waiting.appendleft(rest)
-        bits = [None if ticket.job.grammar is None else self._allowed(ticket) for ticket in tickets]
-        self._under_way += [_Started(ticket, None) for ticket in tickets if ticket.ended is not None]
-        allowed = [each for each, ticket in zip(bits, tickets, strict=True) if ticket.ended is None]
-        tickets = [ticket for ticket in tickets if ticket.ended is None]
-        if not tickets:
+    def _admit(self, groups: Sequence[list[Ticket]]) -> None:
+        """Read whole prompts into free rows, for the first job of each group. Its other jobs wait for rows with the prompt."""
+        bits = [None if group[0].job.grammar is None else self._allowed(group[0]) for group in groups]
+        failed = [group for group in groups if group[0].ended is not None]
+        begun = [(group, own) for group, own in zip(groups, bits, strict=True) if group[0].ended is None]
+        self._under_way += [_Started(group[0], None) for group in failed]
+        # All others wait in the queue until nothing can fail any longer.
+        for group in [*failed, *(group for group, _ in reversed(begun))]:
+            if group[1:]:
+                self._waiting.appendleft(group[1:])
+        if not begun:
             return
+        tickets = [group[0] for group, _ in begun]
         rows = self._given(tickets)
-        first = self.batch.admit([ticket.job for ticket in tickets], rows, allowed)
+        first = self.batch.admit([ticket.job for ticket in tickets], rows, [own for _, own in begun])
         self._start(tickets, first)
-        if rest:
-            self._ready.append((rest, self.batch.again(rows[0])))
-            self._waiting.popleft()
+        for i, (group, _) in enumerate(begun):
+            if group[1:]:
+                reading = self.batch.again(rows[i], i)
+                self._ready.append((self._waiting.popleft(), reading))
 
     def _go_on(self, tickets: list[Ticket], parts: Iterator[Any], tokens: int) -> None:
         """Read a block of a prompt."""
@@ -392,10 +412,11 @@ class Scheduler:
         live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
         stop = [row for row, ticket in live.items() if ticket.ended is not None or ticket.stopped]
         self._stopped.update(stop)
-        missing = self._enough - self._room
+        missing = self._enough - self._room - len(stop)
         leave = missing if missing > 0 else self._enough
         before = next((each for each in reversed(self._under_way) if isinstance(each, _Served)), None)
-        if before is not None and before.leave > 1:  # its rows wait to be filled until this call ends
+        # Rows of the call before that have ended, or that this one stops, wait to be filled until it ends.
+        if (before is not None and before.leave > 1) or stop or self._ready or self._reading:
             leave = min(leave, 1)
         if live:
             self._under_way.append(_Served(dict(live), self.batch.serve(steps, stop, leave=leave), leave))
@@ -472,6 +493,9 @@ class Scheduler:
         for ticket in lost.values():
             if ticket.ended is None:
                 ticket.ended, ticket.error = "failed", error
+        for tickets, _ in reversed(self._ready):  # their prompts may be lost as well
+            self._waiting.appendleft(tickets)
+        self._ready.clear()
         self._owners.clear()
         self._under_way.clear()
         self._stopped.clear()
@@ -519,6 +543,8 @@ class Schedulers:
         how: dict[str, Any] = {"steps": steps, "block_calls": block_calls, "read_tokens": read_tokens}
         how |= {"queue": self._queue, "on_end": on_end}
         self._each = [Scheduler(batch, **how) for batch in batches]
+        for each in self._each:
+            each.sharing = len(batches)
 
     @property
     def busy(self) -> bool:

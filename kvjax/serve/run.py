@@ -16,7 +16,7 @@ CONNECTIONS = 256
 """Connections beside those of sequences that run or wait. More are refused."""
 
 SWITCH_SECONDS = 2e-4
-"""Python's switch interval: how long a thread that is busy with connections lets the thread wait that drives the devices."""
+"""Python's switch interval in seconds. The thread that drives the devices waits at most about this long for one that handles connections."""
 
 
 def run(server: Server, host: str, port: int, on_ready: Callable[[], object] = lambda: None) -> bool:

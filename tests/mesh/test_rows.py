@@ -85,14 +85,14 @@ def test_what_rows_keep_is_known_and_goes_on_over_a_mesh(mesh, tiny):
     for where in (None, mesh):
         batch = Batch(tiny, "treekv:32", **sizes, mesh=where)
         job = Job(prompt, 8)
-        (*_, reading) = batch.read_blocks(job)
+        (*_, (reading, _)) = batch.reading(job)
         tokens = _finish(batch, reading, job)
         kept = [np.asarray(each) for each in batch.kept_positions(1)]
         caches, count, _ = batch.copy_row(1)
         job = Job([*prompt, *tokens, 7, 8, 9], 8, begun=Begun(caches, count))
         again = []
         for _ in range(2):
-            (*_, reading) = batch.read_blocks(job)
+            (*_, (reading, _)) = batch.reading(job)
             again.append(_finish(batch, reading, job))
         assert again[0] == again[1]
         found.append((tokens, *(each.tolist() for each in kept), again[0]))

@@ -287,7 +287,7 @@ def test_caches_go_on_exactly_through_files(letters: Params, tmp_path: Path, pol
         ids = [*ids, *tail]
         batch = Batch(letters, policy, **sizes)
         job = Job(ids, **options, begun=begun)
-        (*_, reading) = batch.read_blocks(job)
+        (*_, (reading, _)) = batch.reading(job)
         tokens, logprobs = finish(batch, reading, job, 1)
         assert (tokens, logprobs) == expected[number]
         caches, count, _ = batch.copy_row(1)
