@@ -7,8 +7,9 @@
 
 `schedule` and `rows` answer problems of GSM8K without worked examples. `ruler` answers RULER's tasks at 4,096 tokens, as many examples of
 each, in one list, and in batches of one task that start and stop together. They list each answer that differs, with the index of its first
-differing token, and by how much the log-probabilities of the two tokens differ there. With `--dtype float32`, matmuls are in full float32. `lists` has one prompt of 60,000 tokens and 500 of 500,
-with answers of 64 tokens, in one list and in two. Seconds do not include compilation.
+differing token, and by how much the log-probabilities of the two tokens differ there. With `--dtype float32`, matmuls are in full
+float32. `lists` has one prompt of 60,000 tokens and 500 of 500, with answers of 64 tokens, in one list and in two. Seconds do not
+include compilation.
 """
 
 import argparse

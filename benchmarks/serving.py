@@ -7,8 +7,8 @@ come from processes of their own, through `/v1/completions`, as streams. Answers
 for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_API_KEY` has the key, if the server needs one.
 
 Prints one JSON object, with the first error of each status other than 200. `--out` also adds it to a result file, in place of
-one of the same `--program` and load. Times of several programs are comparable only on the same machine. Times are in seconds: `ttft` from a request to its first event, `gap` between two events of a
-stream, `total` from a request to its end.
+one of the same `--program` and load. Times of several programs are comparable only on the same machine. Times are in seconds:
+`ttft` from a request to its first event, `gap` between two events of a stream, `total` from a request to its end.
 """
 
 import argparse
@@ -216,21 +216,24 @@ def add(path: Path, program: str, row: dict[str, Any]) -> None:
     """Add the measurements of a load to a result file, in place of earlier ones of the same program and load."""
     from benchmarks import report  # here, as the processes that send requests need no JAX
 
-    names = shutil.which("nvidia-smi") and subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()
     about = {
         "program": program,
-        "gpus": [name.partition(" (UUID")[0] for name in names or []],
+        "versions": {name: metadata.version(name) for name in ("kvjax", "jax", "numpy")},
+        "gpus": _gpus(),
         **report.measured_here(),
     }
-    found = report.read(path) if path.exists() else {"header": {"versions": _versions()}, "rows": []}
-    same = ("program", "rate", "requests", "prompt", "answer", "shared")
     new = about | {name: value for name, value in row.items() if name not in ("url", "model")}
-    rows = [old for old in found["rows"] if any(old[name] != new[name] for name in same)]
-    report.write(path, found["header"], [*rows, new])
+    same = ("program", "rate", "requests", "prompt", "answer", "shared")
+    before = report.read(path)["rows"] if path.exists() else []
+    report.write(path, {}, [*(old for old in before if any(old[name] != new[name] for name in same)), new])
 
 
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("kvjax", "jax", "numpy")}
+def _gpus() -> list[str]:
+    """Names of this machine's NVIDIA GPUs, without using them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).splitlines()
 
 
 def main() -> None:

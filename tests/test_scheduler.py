@@ -67,12 +67,15 @@ class FakeBatch:
         most: number of prompts that are read together.
         admits: whether prompts are read whole.
         group: number of rows to fill at a time.
+
+    Attributes:
+        read: names of the jobs whose prompts were read, together.
     """
 
     def __init__(self, rows: int, most: int = 1, *, admits: bool = True, group: int | None = None) -> None:
         self.rows, self.reused, self.most, self.admits = rows, 0, most, admits
         self.group = most if group is None else group
-        self.fails = ""
+        self.fails, self.read = "", list[list[int]]()
         self.reset()
 
     def reset(self) -> None:
@@ -92,12 +95,14 @@ class FakeBatch:
 
     def reading(self, job: Wish) -> Iterator[tuple[Any, bool]]:
         assert not self.admits
+        self.read.append([job.name])
         for left in reversed(range(job.blocks)):
             self._check("reading")
             yield job, left == 0
 
     def admit(self, jobs: Sequence[Wish], rows: Sequence[int], allowed: Sequence[Any] = ()) -> Any:
         assert self.admits
+        self.read.append([job.name for job in jobs])
         assert len({(10 + len(job.given), self.most) for job in jobs}) == 1
         assert 1 <= len(jobs) == len(rows) == len(allowed) <= self.most
         firsts = [self.insert(job, job, row, own) for job, row, own in zip(jobs, rows, allowed, strict=True)]
@@ -269,17 +274,14 @@ TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadl
 
 @pytest.mark.parametrize("admits", [True, False])
 def test_a_prompt_of_several_samples_is_read_once(admits: bool) -> None:
-    batch, read = FakeBatch(2, admits=admits), []
-    reading, admit = batch.reading, batch.admit
-    batch.reading = lambda job: read.append(job) or reading(job)  # pyright: ignore
-    batch.admit = lambda jobs, *how: read.extend(jobs) or admit(jobs, *how)  # pyright: ignore
+    batch = FakeBatch(2, admits=admits)
     scheduler = Scheduler(batch, steps=3)
     tickets = [*scheduler.submit_samples([Wish(0, 4)] * 5), scheduler.submit(Wish(1000, 2))]
     assert scheduler.waiting == 6
     while scheduler.busy:
         scheduler.turn()
     assert [ticket.tokens for ticket in tickets] == [[0, 1, 2, 3]] * 5 + [[1000, 1001]]
-    assert read == [Wish(0, 4), Wish(1000, 2)]
+    assert batch.read == [[0], [1000]]
 
 
 @pytest.mark.parametrize("samples", [0, 10])
@@ -299,28 +301,25 @@ def test_batches_with_one_queue_have_equal_shares(samples) -> None:
 def test_short_prompts_are_read_together_into_as_many_rows() -> None:
     """Of one padded length. Rows that have ended wait until there are as many as are filled at a time."""
     batch = FakeBatch(4, most=2)
-    read: list[list[int]] = []
-    admit = batch.admit
-    batch.admit = lambda jobs, *how: read.append([job.name for job in jobs]) or admit(jobs, *how)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
     given, new = ((), (), (1,), (), (), (), (1,)), (4, 9, 2, 4, 4, 4, 4)
     tickets = [
         scheduler.submit(Wish(100 * i, n, given=each)) for i, (each, n) in enumerate(zip(given, new, strict=True))
     ]
     scheduler.turn()
-    assert read == [[0, 100], [200, 600]]
+    assert batch.read == [[0, 100], [200, 600]]
     assert (scheduler.running, scheduler.begun, scheduler.waiting) == (4, 0, 3)
     scheduler.cancel(tickets[5])
     while scheduler.busy:
         scheduler.turn()
-    assert read == [[0, 100], [200, 600], [300, 400]]
+    assert batch.read == [[0, 100], [200, 600], [300, 400]]
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets if ticket is not tickets[5])
     assert tickets[5].tokens == []
 
 
 @pytest.mark.parametrize(("group", "waiting"), [(1, [8, 8, 7, 6, 5, 4]), (3, [8, 8, 5, 5, 1, 0]), (9, [8, 8, 0])])
 def test_rows_are_filled_a_group_at_a_time(group: int, waiting: list[int]) -> None:
-    """A call goes on until a group of rows has ended. The next call is dispatched before that is known, and ends with any row."""
+    """A call ends with a group of rows. The next call is dispatched before that is known, and ends with any row."""
     batch = FakeBatch(8, group=group)
     scheduler = Scheduler(batch, steps=50)
     tickets = [scheduler.submit(Wish(100 * i, 2 + i)) for i in range(16)]
@@ -337,17 +336,14 @@ def test_rows_are_filled_a_group_at_a_time(group: int, waiting: list[int]) -> No
 def test_prompts_of_several_samples_are_read_together() -> None:
     """The first job of each is admitted. The others are inserted when there are rows."""
     batch = FakeBatch(5, most=2)
-    read: list[list[int]] = []
-    admit = batch.admit
-    batch.admit = lambda jobs, *how: read.append([job.name for job in jobs]) or admit(jobs, *how)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
     groups = [scheduler.submit_samples([Wish(100 * i, 4)] * samples) for i, samples in enumerate((2, 5, 1))]
     scheduler.turn()
-    assert read == [[0, 100]]
+    assert batch.read == [[0, 100]]
     assert (scheduler.running, scheduler.begun, scheduler.waiting) == (5, 2, 3)
     while scheduler.busy:
         scheduler.turn()
-    assert read == [[0, 100], [200]]
+    assert batch.read == [[0, 100], [200]]
     assert all(ticket.tokens == ticket.job.tokens for group in groups for ticket in group)
 
 
@@ -380,14 +376,11 @@ def test_few_waiting_prompts_are_looked_through(monkeypatch) -> None:
     """However long the list is."""
     monkeypatch.setattr(scheduler_module, "AHEAD", 2)
     batch = FakeBatch(4, most=3)
-    read: list[list[int]] = []
-    admit = batch.admit
-    batch.admit = lambda jobs, *how: read.append([job.name for job in jobs]) or admit(jobs, *how)  # pyright: ignore
     scheduler = Scheduler(batch, steps=3)
     for i, given in enumerate(((), (1,), (1,), ())):
         scheduler.submit(Wish(100 * i, 4, given=given))
     scheduler.turn()
-    assert read == [[0], [100, 200], [300]]  # the first was read without the last
+    assert batch.read == [[0], [100, 200], [300]]  # the first was read without the last
 
 
 def test_batches_with_one_queue_do_not_read_the_others_share() -> None:
@@ -541,10 +534,11 @@ def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(po
     batch = Batch(tiny, policy, rows=4, prompt_len=64, max_new_tokens=12, read_sizes=[32], read_together=130)
     assert [batch.together(job) for job in jobs[:2]] == [(32, 4), (64, 2)]
 
-    def run(jobs: Sequence[Job]) -> list[tuple[list[int], list[float]]]:
+    def run(jobs: Sequence[Job], samples: int = 1) -> list[tuple[list[int], list[float]]]:
         batch.reset()
         scheduler = Scheduler(batch, steps=5)
-        tickets = [scheduler.submit(job) for job in jobs]
+        groups = [scheduler.submit_samples(jobs[at : at + samples]) for at in range(0, len(jobs), samples)]
+        tickets = [ticket for group in groups for ticket in group]
         while scheduler.busy:
             scheduler.turn()
         return [(ticket.tokens, ticket.logprobs) for ticket in tickets]
@@ -552,5 +546,6 @@ def test_a_prompt_that_is_read_together_with_others_gives_what_it_gives_alone(po
     alone = [run([job])[0] for job in jobs]
     assert run(jobs) == alone
     assert run(jobs[::-1]) == alone[::-1]
+    assert run([job for job in jobs for _ in range(2)], samples=2) == [each for each in alone for _ in range(2)]
     held = sum(x.nbytes for x in jax.tree.leaves(tiny)) + (4 + 1) * batch.row_bytes
     assert batch.compile([len(job.prompt) for job in jobs]) >= held

@@ -511,7 +511,7 @@ class Batch:
         Args:
             count: maximum number of steps.
             stop: rows that end before the first step.
-            leave: number of other rows whose end ends the call; 0 to go on in any case.
+            leave: number of other rows whose end ends the call; 0 if none does.
         """
         ending = np.zeros(self.rows, bool)
         ending[list(stop)] = True

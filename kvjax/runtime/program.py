@@ -165,9 +165,12 @@ class Program:
         leaves, tree = jax.tree.flatten(args[self._static :])
         key = args[: self._static], tree, _quick_key(leaves)
         if (executable := self._recent.get(key)) is not None:
-            with contextlib.suppress(TypeError, ValueError):  # other shapes, types or devices than before
+            try:
                 with _compiling():
                     results = executable(*args[self._static :])
+            except (TypeError, ValueError):
+                pass  # other shapes, types or devices than before, which it refuses before it runs
+            else:
                 return self._without_donated(args, results)
         executable, places = self._found(args, leaves, tree)
         if places is None:

@@ -6,9 +6,9 @@
         for ticket in scheduler.turn():
             ...  # has new tokens, or has ended
 
-A turn fills free rows with waiting prompts, a group of rows at a time if many wait, dispatches a call that decodes all
-rows, and takes the results of the call before. So the device always has work while the host reads tokens. While a row has a grammar, or its job a `stop`, a call
-is one step, whose result is taken at once.
+A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
+before. So the device always has work while the host reads tokens. If many prompts wait, rows are filled a group at a time.
+While a row has a grammar, or its job a `stop`, a call is one step, whose result is taken at once.
 """
 
 import dataclasses
@@ -354,7 +354,7 @@ class Scheduler:
             return None
 
     def _admit(self, groups: Sequence[list[Ticket]]) -> None:
-        """Read whole prompts into free rows, for the first job of each group. Its other jobs wait for rows with the prompt."""
+        """Prefill whole prompts into free rows, for the first job of each group. Its other jobs wait for rows with the prompt."""
         bits = [None if group[0].job.grammar is None else self._allowed(group[0]) for group in groups]
         failed = [group for group in groups if group[0].ended is not None]
         begun = [(group, own) for group, own in zip(groups, bits, strict=True) if group[0].ended is None]

@@ -184,15 +184,16 @@ class Worker:
         longest = self.batch.reader[0].prompt_len
         lengths = [min(size, longest) for size in self.batch.read_sizes]
         self.batch.compile(lengths, min(os.cpu_count() or 1, JOBS), samples=True)
-        # With stored states, the third prompt with the same blocks goes on from a state that the second has left. Of whole
+        # With stored states, the third prompt with the same blocks continues from a state that the second has left. Of whole
         # prompts, the first runs again, since the arrays of an empty batch may be on another device than all later ones.
         for length in [longest] * 3 if self.batch.engine.block else [*lengths, lengths[0]]:
             job = Job([0] * length, min(2, self.batch.specs[0].new_tokens), share="")
-            ticket, _ = self.scheduler.submit_samples([job, job])
+            tickets = self.scheduler.submit_samples([job, job])
             while self.scheduler.busy:
                 self.scheduler.turn()
-            if ticket.error is not None:
-                raise ticket.error
+            for ticket in tickets:
+                if ticket.error is not None:
+                    raise ticket.error
         if self._watching:
             self.batch.kept_positions(0)
         if self._saving:
