@@ -14,7 +14,7 @@ n tokens. Each t is the median of `--calls` calls after one that is not counted.
 With `--compiled`, kvjax' calls use programs that `kvjax.aot_compile` makes once for a case. Of both programs, only the
 first call of a case is not counted, so that a case takes half as long.
 
-`bound_ms` is the bandwidth bound of a step with the full cache. Of a mixture of experts it assumes a random router. With
+`bound_ms` is the bandwidth bound of a step with the full cache, where all `--devices` read equal shares. Of a mixture of experts it assumes a random router. With
 `--count-experts`, a run of its own generates the tokens of the timed calls again. It counts the distinct experts that
 their steps read, and adds the bound with those.
 
@@ -100,8 +100,9 @@ def main() -> None:
                     row |= _experts_read(config, generate, prompts, row["device"], args.weights)
                 else:
                     row |= _times(generate, prompts, count, args)
-                    if not args.first_only and policy == "full" and args.devices == 1:
-                        row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"], args.weights)
+                    if not args.first_only and policy == "full":
+                        bound = _bound_ms(config, prompt, rows, row["device"], args.weights)
+                        row["bound_ms"] = None if bound is None else bound / args.devices
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)

@@ -8,7 +8,8 @@ for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_A
 
 Prints one JSON object, with the first error of each status other than 200. `--out` also adds it to a result file, in place of
 one of the same `--program` and load. Times of several programs are comparable only on the same machine. Times are in seconds:
-`ttft` from a request to its first event, `gap` between two events of a stream, `total` from a request to its end.
+`ttft` from a request to its first event, `gap` between two events of a stream, `total` from a request to its end. With
+`--shared`, `ttft_first` is that of the request that was sent first, which finds no stored prefix if the seed is new to the server.
 """
 
 import argparse
@@ -192,6 +193,9 @@ def summary(load: Load, answers: Sequence[Answer]) -> dict[str, Any]:
         "gap": [gap for answer in good for gap in np.diff(answer.events).tolist()],
         "total": [answer.ended - answer.sent for answer in good],
     }
+    if load.shared:
+        first = min(good, key=lambda answer: answer.sent)
+        row["ttft_first"] = first.events[0] - first.sent if first.events else None
     for name, values in measured.items():
         if values:
             found = np.percentile(values, PERCENTILES)
@@ -214,16 +218,17 @@ def first_model(load: Load) -> str:
 
 def add(path: Path, program: str, row: dict[str, Any]) -> None:
     """Add the measurements of a load to a result file, in place of earlier ones of the same program and load."""
-    from benchmarks import report  # here, as the processes that send requests need no JAX
+    import kvjax  # here, as the processes that send requests need no JAX
+    from benchmarks import report
 
     about = {
         "program": program,
-        "versions": {name: metadata.version(name) for name in ("kvjax", "jax", "numpy")},
+        "versions": {"kvjax": kvjax.__version__, **{name: metadata.version(name) for name in ("jax", "numpy")}},
         "gpus": _gpus(),
         **report.measured_here(),
     }
     new = about | {name: value for name, value in row.items() if name not in ("url", "model")}
-    same = ("program", "rate", "requests", "prompt", "answer", "shared")
+    same = ("program", "rate", "requests", "prompt", "answer", "shared", "seed")
     before = report.read(path)["rows"] if path.exists() else []
     report.write(path, {}, [*(old for old in before if any(old[name] != new[name] for name in same)), new])
 

@@ -50,6 +50,7 @@ def test_load_through_a_socket(client: Client) -> None:
     assert list(row["errors"]) == ["404"]
     assert row["tokens"] == 12 * NEW
     assert 0 < row["ttft_p50"] <= row["ttft_p99"] <= row["total_p99"]
+    assert row["ttft_first"] == answers[0].events[0] - answers[0].sent
     assert row["tokens_per_second"] > 0
     assert "key" not in row
 
@@ -57,8 +58,9 @@ def test_load_through_a_socket(client: Client) -> None:
 def test_result_file_has_the_latest_of_each_program_and_load(tmp_path: Path) -> None:
     path, load = tmp_path / "serving.json", {"url": "u", "model": "m", "rate": 2.0, "requests": 3, "prompt": 4}
     load |= {"answer": 5, "shared": 0}
-    for program, seconds, rate in (("a", 9.0, 2.0), ("b", 8.0, 2.0), ("a", 7.0, 3.0), ("a", 6.0, 2.0)):
-        add(path, program, load | {"seconds": seconds, "rate": rate})
+    runs = (("a", 9.0, 2.0, 0), ("b", 8.0, 2.0, 0), ("a", 7.0, 3.0, 0), ("a", 5.0, 2.0, 1), ("a", 6.0, 2.0, 0))
+    for program, seconds, rate, seed in runs:
+        add(path, program, load | {"seconds": seconds, "rate": rate, "seed": seed})
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [(row["program"], row["rate"], row["seconds"]) for row in rows] == [("b", 2, 8), ("a", 3, 7), ("a", 2, 6)]
+    assert [tuple(row[name] for name in ("program", "seconds", "rate", "seed")) for row in rows] == list(runs[1:])
     assert all(row["date"] and "url" not in row and "model" not in row for row in rows)
