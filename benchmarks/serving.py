@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving --url http://127.0.0.1:8000 --rate 8 --requests 400 --prompt 220 --answer 200 --vocabulary 128000
 
-The load is open: requests arrive at random times (a Poisson process) whether or not earlier ones have been answered. They
-come from processes of their own, through `/v1/completions`, as streams. Answers have the number of tokens that was asked
+The load is open: requests arrive at random times (a Poisson process), or with `--even` at equal intervals, whether or not
+earlier ones have been answered. They come from processes of their own, through `/v1/completions`, as streams. Answers have the number of tokens that was asked
 for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_API_KEY` has the key, if the server needs one.
 
 Prints one JSON object, with the first error of each status other than 200. `--out` also adds it to a result file, in place of
@@ -17,6 +17,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import platform
 import shutil
 import subprocess
 import time
@@ -44,6 +45,7 @@ class Load:
         prompt, answer: tokens of each prompt and answer.
         vocabulary: prompts have ids below this number.
         shared: first tokens that all prompts have in common.
+        even: whether requests arrive at equal intervals.
         seed: of prompts and arrivals.
         model: the model's name; None to ask the server for it.
         key: API key.
@@ -56,6 +58,7 @@ class Load:
     answer: int
     vocabulary: int
     shared: int = 0
+    even: bool = False
     seed: int = 0
     model: str | None = None
     key: str = field(default="", repr=False)
@@ -83,7 +86,9 @@ async def drive(load: Load, share: int = 0, shares: int = 1, start: float | None
         start: when the load begins, as `time.time`.
     """
     random = np.random.default_rng(load.seed)
-    gaps = random.exponential(1 / load.rate, load.requests) if np.isfinite(load.rate) else np.zeros(load.requests)
+    gaps = np.full(load.requests, 1 / load.rate)  # zeros where the rate is infinite
+    if not load.even:
+        gaps *= random.exponential(size=load.requests)
     times, begun = np.cumsum(gaps), time.time() if start is None else start
     shared = random.integers(0, load.vocabulary, load.shared).tolist()
     tasks: list[asyncio.Task[Answer]] = []
@@ -221,24 +226,22 @@ def add(path: Path, program: str, row: dict[str, Any]) -> None:
     import kvjax  # here, as the processes that send requests need no JAX
     from benchmarks import report
 
-    about = {
-        "program": program,
-        "versions": {"kvjax": kvjax.__version__, **{name: metadata.version(name) for name in ("jax", "numpy")}},
-        "gpus": _gpus(),
-        **report.measured_here(),
-    }
+    versions = {"kvjax": kvjax.__version__, **{name: metadata.version(name) for name in ("jax", "numpy")}}
+    versions = {"python": platform.python_version(), **versions}
+    about = {"program": program, "versions": versions, **report.measured_here()}
     new = about | {name: value for name, value in row.items() if name not in ("url", "model")}
-    same = ("program", "rate", "requests", "prompt", "answer", "shared", "seed")
+    header = {"date": new["date"], "device": _device(), "versions": versions, "settings": {}}
+    same = ("program", "rate", "requests", "prompt", "answer", "shared", "even", "seed")
     before = report.read(path)["rows"] if path.exists() else []
-    report.write(path, {}, [*(old for old in before if any(old[name] != new[name] for name in same)), new])
+    report.write(path, header, [*(old for old in before if any(old[name] != new[name] for name in same)), new])
 
 
-def _gpus() -> list[str]:
-    """Names of this machine's NVIDIA GPUs, without using them."""
+def _device() -> str:
+    """A GPU of this machine, which it does not use; its processor where there is none."""
     if shutil.which("nvidia-smi") is None:
-        return []
+        return f"1 x {platform.machine()} (cpu)"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.check_output(command, text=True).splitlines()
+    return f"1 x {subprocess.check_output(command, text=True).splitlines()[0]} (gpu)"
 
 
 def main() -> None:
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=220, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=200, help="tokens of an answer")
     parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts have in common")
+    parser.add_argument("--even", action="store_true", help="requests at equal intervals")
     parser.add_argument("--vocabulary", type=int, required=True, help="token ids are below this number")
     parser.add_argument("--model", help="by default the first of the server's")
     parser.add_argument("--processes", type=int, default=2)

@@ -425,6 +425,37 @@ def requests() -> str:
     return report.table(heads, lines, "llllr")
 
 
+def serving() -> str:
+    """A conclusion and a table: servers under the same arrivals of requests, on one machine."""
+    measured = rows("serving-h200.json")
+
+    def name(row: Row) -> str:
+        return row["program"].partition(" ")[0]
+
+    def ratio(prompt: int) -> float:
+        """Of requests per second, kvjax's to vLLM's, at the highest rate of arrivals."""
+        group = sorted((row for row in measured if row["prompt"] == prompt), key=lambda row: row["rate"])
+        latest = {name(row): row["requests_per_second"] for row in group}
+        return latest["kvjax"] / latest["vllm"]
+
+    sizes = sorted({(row["prompt"], row["answer"]) for row in measured})
+    ratios = [f"{ratio(prompt):.2f} times with {prompt:,} + {answer:,} tokens" for prompt, answer in sizes]
+    conclusion = f"**Requests per second beside vLLM's: {'; '.join(ratios)}.**"
+    lines = [
+        [
+            f"{row['prompt']:,} + {row['answer']:,} tokens, {row['rate']:g}/s",
+            f"`{row['program']}`",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['requests_per_second']:.2f}",
+            f"{row['ttft_p50']:.3f}",
+            f"{row['ttft_p99']:.3f}",
+        ]
+        for row in sorted(measured, key=lambda row: (row["prompt"], -row["rate"], name(row)))
+    ]
+    heads = ["requests", "server", "tokens/s", "requests/s", "TTFT, median, s", "TTFT, 99 %, s"]
+    return f"{conclusion}\n\n{report.table(heads, lines, 'llr')}"
+
+
 def soak() -> str:
     """What a server under load did, by check."""
     (row,) = rows("soak-cpu.json")

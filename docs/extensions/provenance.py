@@ -27,7 +27,7 @@ PAGES = {
     "kernels": ("kernels*", "quantized-products*"),
     "howto/from_kvpress": ("peer-quality*", "peer-float32*"),
     "howto/weights": ("decode-weights*", "fits-v5e*", "weights-quality*", "weights-error*"),
-    "howto/servers": ("soak*",),
+    "howto/servers": ("serving*", "soak*"),
     "howto/training": ("distillation*",),
     "howto/several_devices": ("decode-two*", "long-context-two*", "timeline*", "fits-llama-70b*"),
 }

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import json
+import itertools
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 from serve_client import NEW, Client
 
+from benchmarks import report
 from benchmarks.serving import Load, add, drive, summary
 
 
@@ -27,7 +28,7 @@ def test_load_through_a_socket(client: Client) -> None:
     }
     load = Load(**options, vocabulary=62, shared=8, model="tiny")
 
-    async def run() -> tuple[list[Any], list[Any]]:
+    async def run() -> tuple[list[Any], list[Any], list[Any]]:
         server = uvicorn.Server(uvicorn.Config(client.app, lifespan="off", log_level="warning"))
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.ensure_future(server.serve(sockets=[place]))
@@ -35,15 +36,17 @@ def test_load_through_a_socket(client: Client) -> None:
             await asyncio.sleep(0.01)
         try:
             halves = await asyncio.gather(drive(load, 0, 2), drive(load, 1, 2))
+            even = await drive(Load(**options | {"rate": 20.0, "requests": 4}, vocabulary=62, model="tiny", even=True))
             bad = await drive(Load(**options | {"rate": float("inf"), "requests": 2}, vocabulary=62, model="other"))
         finally:
             server.should_exit = True
             await serving
-        return [answer for half in halves for answer in half], bad
+        return [answer for half in halves for answer in half], even, bad
 
-    answers, bad = client.run(run())
+    answers, even, bad = client.run(run())
     assert [answer.status for answer in answers] == [200] * 12
     assert {answer.tokens for answer in answers} == {NEW}
+    assert all(after.sent - before.sent > 0.02 for before, after in itertools.pairwise(even))
     row = summary(load, answers + bad)
     assert row["statuses"] == {"200": 12, "404": 2}
     assert "'other' is not served here" in row["errors"]["404"]
@@ -57,10 +60,10 @@ def test_load_through_a_socket(client: Client) -> None:
 
 def test_result_file_has_the_latest_of_each_program_and_load(tmp_path: Path) -> None:
     path, load = tmp_path / "serving.json", {"url": "u", "model": "m", "rate": 2.0, "requests": 3, "prompt": 4}
-    load |= {"answer": 5, "shared": 0}
+    load |= {"answer": 5, "shared": 0, "even": False}
     runs = (("a", 9.0, 2.0, 0), ("b", 8.0, 2.0, 0), ("a", 7.0, 3.0, 0), ("a", 5.0, 2.0, 1), ("a", 6.0, 2.0, 0))
     for program, seconds, rate, seed in runs:
         add(path, program, load | {"seconds": seconds, "rate": rate, "seed": seed})
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = report.read(path)["rows"]
     assert [tuple(row[name] for name in ("program", "seconds", "rate", "seed")) for row in rows] == list(runs[1:])
     assert all(row["date"] and "url" not in row and "model" not in row for row in rows)
