@@ -40,7 +40,7 @@ from kvjax.policies.text import split_policies
 from reproduction import models
 from reproduction.equal_bytes import export, merged, page
 from reproduction.equal_bytes.batches import Batch, Clock, Compiled, Roomy, ahead_of_turn, batches, run
-from reproduction.equal_bytes.cells import Budgets, Cell, Convention, Wanted, cells, wanted
+from reproduction.equal_bytes.cells import Budgets, Cell, Convention, Maker, Wanted, cells, wanted
 from reproduction.equal_bytes.suite import Data, Suite, make_suites
 
 FORMS = (
@@ -74,6 +74,12 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=None, help="stop before so long has passed")
     parser.add_argument("--budgets", type=Path, default=None, help="file that keeps the budgets that were found")
+    parser.add_argument(
+        "--profiles",
+        type=Path,
+        default=Path(__file__).parent / "profiles",
+        help="folder of profiles that policies need and kvjax does not include",
+    )
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the i-th of n parts of the policies and shares")
     parser.add_argument("--text", type=Path, default=models.BOOK)
     parser.add_argument(
@@ -119,9 +125,9 @@ def measure(args: argparse.Namespace) -> None:
         of: list(map(float, text.split(","))) for of, text in given.items() if text
     }
     planned = [entry for suite in suites for entry in wanted(suite, policies, shares, seeing)]
-    mine = cells(
-        params, part(planned, args.part), Budgets(args.budgets, f"{fingerprint(params.config)} {params.dtype.name}")
-    )
+    make = Maker(params.config, args.profiles)
+    budgets = Budgets(args.budgets, f"{fingerprint(params.config)} {params.dtype.name}", make)
+    mine = cells(params, part(planned, args.part), budgets, make)
     results = ResultFile(args.out, head(args, params, form, suites))
     check_same_budgets(mine, results.rows)
     done = {sample for row in results.rows for sample in samples_of(row, len(row.get("scores", [None])))}

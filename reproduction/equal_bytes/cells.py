@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from kvjax.cache import layer_specs
+from kvjax.config import ModelConfig
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, PolicyError, get_policy, prompt_only
+from reproduction.make_profiles import path as profile_path
 
 from .suite import Suite
 
@@ -107,16 +109,61 @@ def wanted(
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """Makes policies of a model.
+
+    Attributes:
+        config: of the model.
+        profiles: folder of profiles, for policies that need one and of which none comes with kvjax; None for none.
+    """
+
+    config: ModelConfig
+    profiles: Path | None = None
+
+    def __call__(self, policy: str) -> Policy:
+        """The policy, with the folder's profile if it needs one.
+
+        Raises:
+            PolicyError: the model cannot have it, as without a profile.
+        """
+        made = self._profiled(get_policy(policy))
+        made.for_model(self.config)
+        return made
+
+    def _profiled(self, policy: Policy) -> Policy:
+        if isinstance(inner := getattr(policy, "policy", None), Policy):
+            return dataclasses.replace(policy, policy=self._profiled(inner))  # pyright: ignore[reportCallIssue]
+        if self.profiles is None or getattr(policy, "profile", ...) is not None:
+            return policy
+        try:
+            policy.for_model(self.config)
+        except PolicyError:
+            file = profile_path(self.profiles, policy.info.name, self.config)
+            return get_policy(policy, profile=str(file)) if file.is_file() else policy
+        return policy
+
+    @staticmethod
+    def bare(policy: Policy) -> Policy:
+        """The policy without the folder's profile."""
+        if isinstance(inner := getattr(policy, "policy", None), Policy):
+            return dataclasses.replace(policy, policy=Maker.bare(inner))  # pyright: ignore[reportCallIssue]
+        if not isinstance(getattr(policy, "profile", None), str):
+            return policy
+        return dataclasses.replace(policy, profile=None)  # pyright: ignore[reportCallIssue]
+
+
 class Budgets:
     """A file of budgets (JSON lines), so that the search runs once. For many policies it takes minutes.
 
     Args:
         path: the file; None for none.
         model: identifies the model and the dtype of its cache.
+        make: makes policies of the model.
     """
 
-    def __init__(self, path: Path | None, model: str) -> None:
-        self._path, self._model = path, model
+    def __init__(self, path: Path | None, model: str, make: Maker) -> None:
+        self._path, self._model, self._make = path, model, make
         text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         if path is not None and whole != text:  # its last line was cut short
@@ -126,15 +173,20 @@ class Budgets:
     def get(self, entry: Wanted) -> Cell | None:
         """The cell of an earlier search, or None."""
         row = self._found.get(self._key(entry))
-        return None if row is None else Cell(*entry, get_policy(row["fitted"]), row["held"], row["full"], row["why"])
+        if row is None:
+            return None
+        try:
+            return Cell(*entry, self._make(row["fitted"]), row["held"], row["full"], row["why"])
+        except PolicyError:  # as without the profile that it had then
+            return None
 
     def keep(self, entry: Wanted, cell: Cell) -> None:
-        """Write down a cell, unless it has no policy, or its policy is more than its text says, as with a profile."""
-        if self._path is None or cell.fitted is None or get_policy(str(cell.fitted)) != cell.fitted:
+        """Write down a cell that has a policy."""
+        if self._path is None or cell.fitted is None:
             return
         row = {
             "key": self._key(entry),
-            "fitted": str(cell.fitted),
+            "fitted": str(self._make.bare(cell.fitted)),
             "held": cell.held,
             "full": cell.full,
             "why": cell.why,
@@ -148,8 +200,11 @@ class Budgets:
         return tuple(map(str, (self._model, entry.suite.name, sizes, *entry[1:4], *of)))
 
 
-def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = None) -> list[Cell]:
-    """Cells with their budgets, or with the reason why there is none."""
+def cells(
+    params: Params, entries: Iterable[Wanted], budgets: Budgets | None = None, make: Maker | None = None
+) -> list[Cell]:
+    """Cells with their budgets, or with the reason why there is none. `make` makes policies, by default without profiles."""
+    make = make or Maker(params.config)
     full: dict[tuple[str, bool], int] = {}
     found = []
     for entry in entries:
@@ -164,7 +219,7 @@ def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = N
             found.append(Cell(suite, policy, None, seen, of, Full(), full[key], full[key]))
         else:
             fit = fit_bytes if of == "bytes" else fit_tokens
-            fitted, held, why = fit(suite, params, policy, target, full[key], seen)
+            fitted, held, why = fit(suite, params, make, policy, target, full[key], seen)
             found.append(Cell(suite, policy, target, seen, of, fitted, held, full[key], why))
         if budgets is not None:
             budgets.keep(entry, found[-1])
@@ -172,7 +227,7 @@ def cells(params: Params, entries: Iterable[Wanted], budgets: Budgets | None = N
 
 
 def fit_tokens(
-    suite: Suite, params: Params, policy: str, share: float, full: int, seen: bool
+    suite: Suite, params: Params, make: Maker, policy: str, share: float, full: int, seen: bool
 ) -> tuple[Policy | None, int, str]:
     """As `fit_bytes`, with the budget that is a share of each prompt's tokens. What is kept of new tokens is in addition.
 
@@ -180,8 +235,7 @@ def fit_tokens(
     or read the share.
     """
     try:
-        asked = get_policy(policy)
-        asked.for_model(params.config)
+        asked = make(policy)
         if asked.info.stage == "both":
             asked = prompt_only(asked)
         budget = _rounded(share * suite.prompt_share(seen))
@@ -208,7 +262,7 @@ def _rounded(share: float) -> float:
 
 
 def fit_bytes(
-    suite: Suite, params: Params, policy: str, share: float, full: int, seen: bool
+    suite: Suite, params: Params, make: Maker, policy: str, share: float, full: int, seen: bool
 ) -> tuple[Policy | None, int, str]:
     """The policy with the largest budget (or number of bits) at which rows hold a share of `full`, what they hold, and why they cannot.
 
@@ -216,8 +270,7 @@ def fit_bytes(
     """
     target = round(share * full)
     try:
-        asked = get_policy(policy)
-        asked.for_model(params.config)  # for what it says itself, such as that it has no profile of this model
+        asked = make(policy)
         if _budgeted(asked, 1.0) is not None:
             fitted = _largest(suite, params, asked, SLACK * target, seen)
         elif "bits" in _fields(asked):

@@ -121,10 +121,14 @@ def counting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def at_equal_bytes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Question-agnostic rows with scores at shares of bytes, and of the full cache, in tasks that count."""
+    """Question-agnostic rows with scores at shares of bytes, and of the full cache, in tasks that count.
+
+    Policies and shares of which a task is missing have none.
+    """
     chosen = [row for row in rows if of(row) == "bytes" and not row["seen"] and "scores" in row]
     tasks = counting(chosen)
-    return [row for row in chosen if row["task"] in tasks]
+    whole = {name for name, each in by_entry(chosen).items() if set(tasks) <= set(each)}
+    return [row for row in chosen if row["task"] in tasks and (row["policy"], row["target"], row["seen"]) in whole]
 
 
 def samples(row: Mapping[str, Any]) -> np.ndarray:

@@ -10,11 +10,12 @@ from benchmarks import report
 from kvjax import plots
 from kvjax.evals.intervals import means_interval
 from kvjax.evals.report import write as write_file
-from kvjax.policies import policies
+from kvjax.policies import get_policy, policies
 from reproduction import models
 from reproduction.sections import DOCS
 
 from . import merged
+from .cells import MEMORIES, Convention
 
 PICTURE = "leaderboard.png"
 
@@ -24,10 +25,13 @@ QUOTES = '""'
 FEW = 20
 """With fewer samples of a task the page says that the results mean nothing."""
 
+LEAST_MEASURED = 2 / 3
+"""A column is shown once this share of its policies has been measured. Before, its best one would mean little."""
+
 Column = tuple[float, bool]
 """A share, and whether policies saw the question."""
 
-CONVENTIONS: dict[str, tuple[str, str]] = {
+CONVENTIONS: dict[Convention, tuple[str, str]] = {
     "bytes": (
         "equal bytes",
         "Each policy gets the largest fractional budget at which its caches take no more than a share of the full cache's bytes. Bytes are\n"
@@ -65,15 +69,6 @@ question is part of the prompt, as in the papers of most policies that score tok
 """What the introduction has besides, where a table has such a column."""
 
 
-MENDED = "2026-11-27"
-"""From this day on, needles in noise and among needles are never behind the last line."""
-
-LAST_LINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
-
-FORMER_DEFAULTS = {"kvzip": "scope=layer,prefix=0"}
-"""Options that were the defaults of policies when their rows were measured."""
-
-
 def about_ruler(header: Mapping[str, Any]) -> list[str]:
     """How RULER's tasks differ from the official ones; empty for results without them."""
     suites = {name: each["tasks"] for name, each in header["settings"]["suites"].items() if name.startswith("ruler-")}
@@ -86,12 +81,6 @@ def about_ruler(header: Mapping[str, Any]) -> list[str]:
         "are\nnot comparable with those of other leaderboards. See "
         "[how kvjax's tasks differ from the official ones](howto/evaluation.md#differences-from-the-official-code)."
     )
-    early = [task for task in LAST_LINE if any(task in tasks for tasks in suites.values())]
-    if header["date"] < MENDED and early:
-        told += (
-            f"\nThese prompts were made before a fix: in {', '.join(f'`{task}`' for task in early)}, one needle in 40 is the last line,\n"
-            "which policies that keep recent tokens always have."
-        )
     return [told + "\n"]
 
 
@@ -133,7 +122,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
     return "\n".join(parts)
 
 
-def conventions(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def conventions(rows: Sequence[Mapping[str, Any]]) -> list[Convention]:
     """The conventions that rows have, in order."""
     there = {merged.of(row) for row in rows if row["target"] is not None}
     return [of for of in CONVENTIONS if of in there]
@@ -190,7 +179,13 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     for of in conventions(rows):
         mine = [row for row in rows if merged.of(row) == of or row["target"] is None]
+        able = {row["policy"] for row in rows if get_policy(row["policy"]).info.memory in MEMORIES[of]} - {"full"}
+        early = _early(mine, counted, able)
+        mine = [row for row in mine if (row["target"], row["seen"]) not in early]
         parts += [f"### {suite}, {CONVENTIONS[of][0]}\n", *_of_convention(mine, counted)]
+        if early:
+            told = ", ".join(f"{_titled(column)} ({done} of {all_})" for column, (done, all_) in early.items())
+            parts.append(f"Not shown, as too few policies have been measured: {told}.\n")
         if len(tasks) > 1:
             scores = merged.by_entry(mine)
             for column in _columns(scores):
@@ -203,6 +198,22 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _columns(scores: Mapping[tuple[str, float | None, bool], Any]) -> list[Column]:
     return sorted({(target, seen) for _, target, seen in scores if target is not None}, key=lambda c: (-c[0], c[1]))
+
+
+def _early(
+    rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], policies: set[str]
+) -> dict[Column, tuple[int, int]]:
+    """Columns that are not shown yet: how many of these policies have been measured, of those that can be."""
+    whole = {name for name, each in merged.by_entry(rows).items() if set(tasks) <= set(each)}
+    places = dict.fromkeys((row["target"], row["seen"]) for row in rows if row["target"] is not None)
+    found: dict[Column, tuple[int, int]] = {}
+    for place in sorted(places, key=lambda column: (-column[0], column[1])):
+        unable = {row["policy"] for row in rows if row["task"] is None and (row["target"], row["seen"]) == place}
+        asked = policies - unable
+        done = sum((policy, *place) in whole for policy in asked)
+        if done < LEAST_MEASURED * len(asked):
+            found[place] = done, len(asked)
+    return found
 
 
 def _of_convention(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[str]:
@@ -331,12 +342,7 @@ def _not_run(rows: Sequence[Mapping[str, Any]]) -> str:
     """Registered policies that were not run."""
     run = {row["policy"].partition(":")[0] for row in rows}
     missing = ", ".join(f"`{name}`" for name in policies() if name not in run)
-    former = " ".join(
-        f"The rows of `{name}` were measured with its former defaults, `{options}`."
-        for name, options in FORMER_DEFAULTS.items()
-        if name in run
-    )
-    return f"Not run: {missing or 'none'}. {former}".rstrip() + "\n"
+    return f"Not run: {missing or 'none'}.\n"
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -344,25 +350,23 @@ def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         mine = merged.at_equal_bytes([row for row in rows if row["suite"] == suite])
-        tasks = {row["task"] for row in mine}
         bytes_held = {(row["policy"], row["target"]): (row["held"], row["full"]) for row in mine}
         for (policy, target, _), scores in merged.by_entry(mine).items():
-            if set(scores) == tasks:
-                held, full = bytes_held[policy, target]
-                mean, _ = merged.mean_and_error(scores.values())
-                found.append(
-                    {
-                        "task": suite,
-                        "policy": policy,
-                        "target": target,
-                        "metric": "mean score",
-                        "value": mean,
-                        "higher_is_better": True,
-                        "cache_bytes": held,
-                        "full_cache_bytes": full,
-                        "tokens_per_second": None,
-                    }
-                )
+            held, full = bytes_held[policy, target]
+            mean, _ = merged.mean_and_error(scores.values())
+            found.append(
+                {
+                    "task": suite,
+                    "policy": policy,
+                    "target": target,
+                    "metric": "mean score",
+                    "value": mean,
+                    "higher_is_better": True,
+                    "cache_bytes": held,
+                    "full_cache_bytes": full,
+                    "tokens_per_second": None,
+                }
+            )
     return found
 
 

@@ -18,12 +18,14 @@ from kvjax.evals import Example, Format, evaluate
 from kvjax.evals.budgets import bytes_held
 from kvjax.evals.report import read_rows
 from kvjax.evals.ruler import Niah
-from kvjax.policies import get_policy
+from kvjax.policies import HeadProfile, get_policy
+from kvjax.policies.profile import fingerprint
 from kvjax.runtime import decoding
 from reproduction import leaderboard
 from reproduction.equal_bytes import batches, cells, export, merged, page
 from reproduction.equal_bytes.batches import Clock
 from reproduction.equal_bytes.suite import Asked, Suite
+from reproduction.make_profiles import path as profile_path
 
 HEADER = {
     "date": "2026-01-01",
@@ -151,7 +153,8 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
         header = HEADER | {"settings": settings | {"suites": suites}}
         return page.render(merged.merge([written(tmp_path / "part", rows, header)]), "leaderboard-abacus.json")
 
-    rows = [row("full", "vt", [1.0, 1.0], None), row("snapkv", "vt", [1.0, 0.5]), row("tova", "vt", [1.0, 0.5])]
+    rows = [row("full", "vt", [1.0, 1.0], None)]
+    rows += [row(policy, "vt", [1.0, 0.5]) for policy in ("snapkv", "chunkkv", "tova")]
     text = rendered(rows, {"vt": {}})
     assert "Cells are empty" not in text
     assert "*Question-aware*" not in text
@@ -159,9 +162,11 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
     assert "--qa" not in text
     unable = {**row("quest", "vt", [], 0.25), "task": None, "why": "needs at least 101.0 %"}
     del unable["scores"]
-    rows += [row("snapkv", "vt", [1.0, 0.5], 0.25), row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
+    rows += [row(policy, "vt", [1.0, 0.5], 0.25) for policy in ("snapkv", "chunkkv")]
+    rows += [row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
     text = rendered([*rows, unable, unable | {"target": 0.5}], {"vt": {}, "qa_2": {"data": "hotpot.json"}})
     assert "Cells are empty where scores of some tasks are missing: `tova` (25 %, question-agnostic)." in text
+    assert "Not shown, as too few policies have been measured: 25 %, question-aware (1 of 4)." in text
     assert "*Question-aware*" in text
     assert '--seeing "snapkv"' in text
     assert "--qa-2 hotpot.json" in text
@@ -261,18 +266,39 @@ def test_budgets_are_found_once(talker, uneven, tmp_path, monkeypatch):
     """What a file has is not sought again, also after its last line was cut short; where there was none, there may be one now."""
     entries = cells.wanted(uneven, ["tova", "catekv"], {"bytes": [0.5]}, [])
     path = tmp_path / "budgets.jsonl"
-    first = cells.cells(talker, entries, cells.Budgets(path, "model"))
+    first = cells.cells(talker, entries, cells.Budgets(path, "model", cells.Maker(talker.config)))
     lines = path.read_text().splitlines(keepends=True)
     assert [cell.why == "" for cell in first] == [True, True, False]
     assert len(lines) == 2  # not that there is no profile
     path.write_text("".join(lines) + lines[0][:20])
     monkeypatch.setattr(cells, "_largest", lambda *_: pytest.fail("sought again"))
-    again = cells.cells(talker, entries[:2], cells.Budgets(path, "model"))
+    again = cells.cells(talker, entries[:2], cells.Budgets(path, "model", cells.Maker(talker.config)))
     assert [(cell.fitted, cell.held, cell.full) for cell in again] == [
         (cell.fitted, cell.held, cell.full) for cell in first[:2]
     ]
     assert path.read_text() == "".join(lines)
-    assert cells.Budgets(path, "another").get(entries[1]) is None
+    assert cells.Budgets(path, "another", cells.Maker(talker.config)).get(entries[1]) is None
+
+
+def test_policies_that_need_a_profile_take_it_from_a_folder(talker, uneven, tmp_path, monkeypatch):
+    """Inside other policies too, and for budgets that a file has; the file does not name the profile."""
+    config = talker.config
+    labels = (("adaptive",) * (config.num_kv_heads - 1) + ("consistent",),) * config.num_layers
+    scores = ((0.5,) * config.num_kv_heads,) * config.num_layers
+    file = profile_path(tmp_path, "catekv", config)
+    HeadProfile("catekv", fingerprint(config), "text", (), scores, labels).save(file)
+    make = cells.Maker(config, tmp_path)
+    assert make("catekv").profile == make("prompt_only(catekv)").policy.profile == str(file)
+    assert make("snapkv") == get_policy("snapkv")
+    entries, path = cells.wanted(uneven, ["catekv"], {"bytes": [0.9]}, []), tmp_path / "budgets.jsonl"
+    _, found = cells.cells(talker, entries, cells.Budgets(path, "model", make), make)
+    assert found.fitted.profile == str(file)
+    assert file.name not in path.read_text()
+    monkeypatch.setattr(cells, "_largest", lambda *_: pytest.fail("sought again"))
+    _, again = cells.cells(talker, entries, cells.Budgets(path, "model", make), make)
+    assert again.fitted == found.fitted
+    _, without = cells.cells(talker, entries, cells.Budgets(path, "model", cells.Maker(config)))
+    assert "no profile" in without.why
 
 
 def test_budgets_inside_a_transform_and_schemes_without_eight_bits(talker, uneven):
