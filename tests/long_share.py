@@ -1,7 +1,7 @@
-"""Pytest plugin: runs one share of the tests marked `long` or `mesh_long`, and a third of the `slow` and `mesh` ones marked `rotating`.
+"""Pytest plugin: runs one share of the tests marked `long` or `mesh_long`, and a sixth of the `slow` and `mesh` ones marked `rotating`.
 
 A continuous integration run has time for a part of these tests only. They are divided into shares, and the commit's hash selects one.
-Slow and mesh tests that ask the same of every policy or kernel are marked `rotating`. They are divided into `THIRDS`.
+Slow and mesh tests that ask the same of every policy or kernel are marked `rotating`. They are divided into `PARTS`.
 
 The environment variable `KVJAX_LONG_SHARE` selects another share: `3/90` is share 3 of 90 (the first is 0), and `all` runs every test. Where the
 variable is not set, runs outside CI take all tests.
@@ -28,7 +28,7 @@ TIERS = ("long", "mesh_long")
 SHARES = 90
 """Number of shares."""
 
-ROTATING, THIRDS = "rotating", 3
+ROTATING, PARTS = "rotating", 6
 """Marker of tests of which a run takes a part, and the number of parts. The index of the share selects the part."""
 
 ROTATED = ("slow", "mesh")
@@ -164,8 +164,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if shares[item.nodeid] == choice.index]
     else:
         divided = (item.nodeid for item in items if item.get_closest_marker(ROTATING))
-        shares = assign(divided, THIRDS, {})
-        chosen = [item for item in items if shares.get(item.nodeid, choice.index % THIRDS) == choice.index % THIRDS]
+        shares = assign(divided, PARTS, {})
+        chosen = [item for item in items if shares.get(item.nodeid, choice.index % PARTS) == choice.index % PARTS]
     if len(chosen) < len(items):
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from long_share import ROTATED, SHARES, THIRDS, VARIABLE, Choice, assign, choose, expected_runs, group
+from long_share import PARTS, ROTATED, SHARES, VARIABLE, Choice, assign, choose, expected_runs, group
 
 ROOT = Path(__file__).parents[1]
 NAMES = [f"tests/test_{file}.py::test_{test}[{case}]" for file in "ab" for test in "cd" for case in range(100)]
@@ -83,8 +83,8 @@ def test_what_is_no_share_is_refused(value: str) -> None:
         choose(value, "abc1234f", ci=True)
 
 
-def test_every_third_is_as_likely() -> None:
-    assert SHARES % THIRDS == 0
+def test_every_part_is_as_likely() -> None:
+    assert SHARES % PARTS == 0
 
 
 def test_the_documented_number_of_runs() -> None:
@@ -104,7 +104,7 @@ def pytest_in(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize("tier", ROTATED)
-def test_thirds_of_rotating_tests_together_are_all(tmp_path: Path, tier: str) -> None:
+def test_parts_of_rotating_tests_together_are_all(tmp_path: Path, tier: str) -> None:
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = {tier}\n    rotating\n")
     (tmp_path / "test_it.py").write_text(
         f"import pytest\npytestmark = pytest.mark.{tier}\n"
@@ -112,13 +112,13 @@ def test_thirds_of_rotating_tests_together_are_all(tmp_path: Path, tier: str) ->
         "def test_always(): pass\n"
     )
     ran: list[str] = []
-    for index in (0, 4, 29):
+    for index in (0, 7, 14, 27, 34, 89):
         run = pytest_in(tmp_path, "-m", tier, **{VARIABLE: f"{index}/{SHARES}"})
         assert run.returncode == 0, run.stdout + run.stderr
         assert f"rotating tests: share {index} of {SHARES}, chosen by" in run.stdout
         ran += re.findall(r"(\S+) PASSED", run.stdout)
     each = [f"test_it.py::test_of_each[{x}]" for x in range(12)]
-    assert sorted(ran) == sorted([*each, *3 * ["test_it.py::test_always"]])
+    assert sorted(ran) == sorted([*each, *6 * ["test_it.py::test_always"]])
     run = pytest_in(tmp_path, "-m", tier, **{VARIABLE: "all"})
     assert len(re.findall(" PASSED", run.stdout)) == 13
 

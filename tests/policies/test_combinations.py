@@ -21,8 +21,8 @@ COMBINATIONS = {
 }
 
 SLOW = {"CateKV × Quest", "ChunkKV × KIVI, 4 bits", "DuoAttention × CateKV"}
-"""One that reads a part, one that drops and quantises, and one by heads. Each third of the rotating tests has one of them. The others compile
-as long, and are among the long tests.
+"""One that reads a part, one that drops and quantises, and one by heads. They are in different sixths of the rotating
+tests. The others compile as long, and are among the long tests.
 """
 
 NEW = 12
