@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from .device import target
+
 
 def _import() -> Any:
     with warnings.catch_warnings():
@@ -28,20 +30,25 @@ backend = _import()
 """The module of the backend, None if JAX does not have it."""
 
 
-def triton_unsupported(*, dim: int | None = None, group: int | None = None) -> str | None:
+def triton_unsupported(*, dim: int | None = None) -> str | None:
     """Return why the backend does not support a case, or None if it does.
 
     Args:
         dim: channels per head; not checked if None.
-        group: query heads per KV head; not checked if None.
     """
     if backend is None:
         return f"jax {jax.__version__} has no Triton backend for Pallas"
     if dim is not None and (dim & (dim - 1) or not 16 <= dim <= 256):
         return f"head dim {dim} is not a power of two from 16 to 256"
-    if group is not None and group & (group - 1):
-        return f"{group} query heads per KV head is not a power of two"
     return None
+
+
+def untimed_group(heads: int, kv_heads: int) -> str | None:
+    """Return a reason to use XLA if query heads per KV head are padded, which has not been timed on a device yet."""
+    group = heads // kv_heads
+    if target().platform != "gpu" or not group & (group - 1):
+        return None
+    return f"the kernel has not been timed with {group} query heads per KV head"
 
 
 def triton_call(
@@ -72,20 +79,42 @@ def entry(x: Array | jax.ShapeDtypeStruct, each: int = 1) -> pl.BlockSpec:
     return pl.BlockSpec((None, *x.shape[1:]), at)
 
 
+def load_heads(ref: Any, channel: Array) -> Array:
+    """Load channels of all heads [R, H]. Triton's shapes are powers of two, so rows of zeros may follow."""
+    count = ref.shape[0]
+    row = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
+    if row.size == count:
+        return backend.load(ref.at[row[:, None], channel[None]])
+    mask = jnp.broadcast_to((row < count)[:, None], (row.size, channel.size))
+    return backend.load(ref.at[row[:, None], channel[None]], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def store_heads(ref: Any, x: Array) -> None:
+    """Store heads [R, ...], without the rows that `load_heads` added."""
+    count = ref.shape[0]
+    if len(x) == count:
+        ref[...] = x
+        return
+    places = [jnp.arange(size, dtype=jnp.int32) for size in x.shape]
+    index = [place.reshape([-1 if i == axis else 1 for i in range(x.ndim)]) for axis, place in enumerate(places)]
+    backend.store(ref.at[*index], x, mask=jnp.broadcast_to(index[0] < count, x.shape))
+
+
 def rotated_heads(ref: Any, *tables: Any) -> Array:
-    """Load heads [R, H], and rotate them in float32 if cosines and sines [1, H/2] are given.
+    """Load heads [R, H] as `load_heads` does, and rotate them in float32 if cosines and sines [1, H/2] are given.
 
     The other half of each channel pair is loaded separately, since Triton cannot concatenate the two halves.
     """
-    if not tables:
-        return ref[...]
     count, dim = ref.shape
-    row, channel = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(dim, dtype=jnp.int32)
+    channel = jnp.arange(dim, dtype=jnp.int32)
+    heads = ref[...] if pl.next_power_of_2(count) == count else load_heads(ref, channel)
+    if not tables:
+        return heads
     pair = channel % (dim // 2)
     cos, sin = (backend.load(table.at[0, pair])[None] for table in tables)
-    partner = backend.load(ref.at[row, ((channel + dim // 2) % dim)[None]]).astype(jnp.float32)
+    partner = load_heads(ref, (channel + dim // 2) % dim).astype(jnp.float32)
     sign = jnp.where(channel < dim // 2, -1.0, 1.0)[None]
-    return (ref[...].astype(jnp.float32) * cos + sign * partner * sin).astype(ref.dtype)
+    return (heads.astype(jnp.float32) * cos + sign * partner * sin).astype(ref.dtype)
 
 
 def dividing_block(size: int, most: int) -> int:

@@ -22,7 +22,7 @@ SAMPLED = 3
 
 
 def cases() -> Iterator[Case]:
-    """Large batches, and a fifth of 16k, 32k and 64k tokens for one sequence and for eight."""
+    """Large batches, a fifth of 16k, 32k and 64k tokens for one sequence and for eight, and groups of six and seven query heads."""
     yield _case(32, 8, 4, 8192, 128)
     yield _case(32, 8, 4, 8192, 128, ragged=True)
     yield _case(32, 8, 4, 8192, 64)
@@ -42,6 +42,11 @@ def cases() -> Iterator[Case]:
     yield _case(64, 8, 4, 2112, 128)
     yield _case(256, 8, 4, 1088, 128)
     yield _case(40, 8, 4, 9216, 128, ragged=True)
+    yield _case(64, 2, 6, 1280, 128, ragged=True)
+    yield _case(20, 2, 6, 4224, 128)
+    yield _case(1, 2, 6, 16384, 128)
+    yield _case(1, 4, 7, 16384, 128)
+    yield _case(8, 2, 6, 3328, 128, rotated=True, probs=True)
 
 
 def _case(
@@ -99,7 +104,7 @@ def _case(
 
         return run
 
-    variants = {"xla": variant(decode_attention, implementation="xla"), "auto": variant(decode_attention)}
+    variants = {name: variant(decode_attention, implementation=name) for name in ("xla", "gpu", "auto")}
     if not rotated and not probs:
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
         variants["dense"] = functools.partial(_dense, scale=scale)

@@ -30,7 +30,7 @@ from ..tuning import tuned
 def page_scores_unsupported_reason(q: Array | DeferredRope, bounds: Array, *_: Any, **__: Any) -> str | None:
     """Return why the kernel of `page_scores` does not support a case, or None if it does."""
     x = parts_of(q)[0]
-    if reason := triton_unsupported(dim=x.shape[2], group=x.shape[1] // bounds.shape[1]):
+    if reason := triton_unsupported(dim=x.shape[2]):
         return reason
     if x.dtype != bounds.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"queries are {x.dtype} and bounds {bounds.dtype}"
@@ -63,8 +63,7 @@ def page_scores(
 
 def centroid_scores_unsupported_reason(q: Array | DeferredRope, centroids: Array) -> str | None:
     """Return why the kernel of `centroid_scores` does not support a case, or None if it does."""
-    group = parts_of(q)[0].shape[1] // centroids.shape[1]
-    if reason := triton_unsupported(dim=centroids.shape[-1], group=group):
+    if reason := triton_unsupported(dim=centroids.shape[-1]):
         return reason
     return None if centroids.dtype == jnp.float32 else f"centroids are {centroids.dtype}"
 
@@ -146,11 +145,11 @@ def _pages_body(q_ref: Any, *refs: Any, page: int, block: int) -> None:
     q = rotated_heads(q_ref, *tables)
     zero = jnp.zeros((), q.dtype)
     scores = dot(jnp.minimum(q, zero), bound(0), 1) + dot(jnp.maximum(q, zero), bound(dim), 1)
-    row = jnp.arange(group, dtype=jnp.int32)[:, None]
+    row = jnp.arange(len(q), dtype=jnp.int32)[:, None]
     backend.store(
         scores_ref.at[row, number[None]],
         jnp.where(there[None], scores, -jnp.inf),
-        mask=jnp.broadcast_to((number < size)[None], (group, block)),
+        mask=(row < group) & (number < size)[None],
     )
 
 
@@ -166,7 +165,7 @@ def _centroids_body(q_ref: Any, *refs: Any, block: int) -> None:
         other=0.0,
     )
     q = rotated_heads(q_ref, *tables).astype(jnp.float32)
-    row = jnp.arange(group, dtype=jnp.int32)
+    row = jnp.arange(len(q), dtype=jnp.int32)
     for head in range(group):
         one = jnp.sum(jnp.where((row == head)[:, None], q, 0.0), axis=0)
         backend.store(scores_ref.at[head, number], jnp.sum(one[None] * centroids, axis=1), mask=there)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
+from ..triton import backend, entry, load_heads, rotated_heads, store_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 from .types import Attended, Factors, Rotation
 
@@ -46,21 +46,19 @@ def unsupported_reason(
     """Return why this kernel does not support a case, or None if it does."""
     if sinks is not None:
         return "probabilities beside attention sinks are requested"
-    queries = parts_of(q)[0]
-    group = queries.shape[1] // k.shape[1]
     if factors is None:
-        return unsupported(group, k, rotation)
+        return unsupported(k, rotation)
     if rotation is not None:
         return "keys in 8-bit floats are rotated"
     if k.dtype != jnp.float8_e4m3fn:
         return f"keys with factors are {k.dtype}, not float8_e4m3fn"
-    return unsupported(group, jax.ShapeDtypeStruct(k.shape, queries.dtype), None)
+    return unsupported(jax.ShapeDtypeStruct(k.shape, parts_of(q)[0].dtype), None)
 
 
-def unsupported(group: int, k: Array | jax.ShapeDtypeStruct, rotation: Rotation | None) -> str | None:
-    """Return why the kernel does not support such keys with `group` query heads per KV head, or None if it does."""
+def unsupported(k: Array | jax.ShapeDtypeStruct, rotation: Rotation | None) -> str | None:
+    """Return why the kernel does not support such keys, or None if it does."""
     dim, slots = k.shape[-1], k.shape[-2]
-    if reason := triton_unsupported(dim=dim, group=group):
+    if reason := triton_unsupported(dim=dim):
         return reason
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
@@ -291,7 +289,7 @@ def attend_part(
     rotation_refs, rest = refs[: (count := {"all": 4, "queries": 2, "nothing": 0}[rotated])], refs[count:]
     outputs = 2 if alone else 3
     part_refs, logit_refs = rest[:outputs], rest[outputs:]
-    group, dim = q_ref.shape
+    dim = q_ref.shape[1]
     begin = number * part
     end = jnp.minimum(begin + part, slots)
     even = slots % block == 0
@@ -307,11 +305,13 @@ def attend_part(
     if rotated == "all":
         cos_ref, sin_ref, query_ref, _ = rotation_refs
         at = jnp.clip(query_ref[0], 0, slots - 1)
-        first, second = (q_ref[:, half] for half in halves)
+        channel = jnp.arange(dim // 2, dtype=jnp.int32)
+        first, second = (load_heads(q_ref, channel + begin) for begin in (0, dim // 2))
         q: Any = _halves(first, second, cos_ref[at][None], sin_ref[at][None])
     else:
         q = rotated_heads(q_ref, *rotation_refs)
 
+    group = len(q[0] if rotated == "all" else q)
     width = min(LOOK, pl.next_power_of_2(part))
 
     def look(i: Any, last: Array) -> Array:
@@ -346,7 +346,12 @@ def attend_part(
             logits *= load(factor_ref, inside, span)
         logits = jnp.where(live, logits * scale + jnp.log(jnp.where(live, weight, 1.0)), MASKED)
         for logit_ref in logit_refs:
-            backend.store(logit_ref.at[:, span], logits, mask=None if even else jnp.broadcast_to(inside, logits.shape))
+            if group == logit_ref.shape[0]:
+                mask = None if even else jnp.broadcast_to(inside, logits.shape)
+                backend.store(logit_ref.at[:, span], logits, mask=mask)
+            else:
+                head = jnp.arange(group, dtype=jnp.int32)[:, None]
+                backend.store(logit_ref.at[head, at[None]], logits, mask=(head < logit_ref.shape[0]) & inside)
         peak = jnp.maximum(top, jnp.max(logits, axis=1))
         shrink = jnp.exp(top - peak)
         probs = jnp.where(live, jnp.exp(logits - peak[:, None]), 0.0)
@@ -369,13 +374,13 @@ def attend_part(
     acc, top, total = jax.lax.fori_loop(0, pl.cdiv(last - begin, block), fold, nothing)
     if not alone:
         for ref, value in zip(part_refs, (acc, top, total), strict=True):
-            ref[...] = value
+            store_heads(ref, value)
         return
     out_ref, lse_ref = part_refs
     some = total > 0
     divisor = jnp.where(some, total, 1.0)
-    out_ref[...] = (acc / divisor[:, None]).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(some, top + jnp.log(divisor), -jnp.inf)
+    store_heads(out_ref, (acc / divisor[:, None]).astype(out_ref.dtype))
+    store_heads(lse_ref, jnp.where(some, top + jnp.log(divisor), -jnp.inf))
 
 
 def _halves(first: Array, second: Array, cos: Array, sin: Array) -> tuple[Array, Array]:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..masking import MASKED
 from ..products import dot
-from ..triton import backend, entry, triton_call, triton_unsupported
+from ..triton import backend, entry, rotated_heads, store_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 from .decode_attention_pallas_triton import join_parts
 from .packed import Bits
@@ -45,8 +45,8 @@ def unsupported_reason(q: Array, slots: PackedSlots, visible: Array, *, bits: Bi
     """Return why this kernel does not support a case, or None if it does."""
     if bits == 3:
         return "codes of 3 bits are in several bytes"
-    dim, kv_heads, size = q.shape[-1], *visible.shape[1:]
-    if reason := triton_unsupported(dim=dim, group=q.shape[1] // kv_heads):
+    dim, size = q.shape[-1], visible.shape[2]
+    if reason := triton_unsupported(dim=dim):
         return reason
     types = {x.dtype for x in (q, slots.k_recent, slots.v_recent)}
     if len(types) > 1 or types.isdisjoint(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")):
@@ -201,7 +201,8 @@ def _attend_part(
         part: slots per part, except the last.
         splits: number of parts, without the last.
     """
-    q, (group, dim) = q_ref[...], q_ref.shape
+    q = rotated_heads(q_ref)
+    group, dim = q.shape
     count, mask, size = 8 // bits, 2**bits - 1, visible_ref.shape[0]
     tokens, groups = size // k_scale.shape[0], v_scale.shape[0]
     together = min(tokens, block)  # tokens of one group per block
@@ -289,7 +290,9 @@ def _attend_part(
     own_group = channel // (dim // groups) == which
     acc = jnp.sum(jnp.where(own_group[:, None], acc + zeros[:, :, None], 0.0), axis=0)
     latest = jnp.where(number < splits, 0, filled - late)
-    out_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(0, pl.cdiv(latest, LATE), exact, (acc, top, total))
+    results = jax.lax.fori_loop(0, pl.cdiv(latest, LATE), exact, (acc, top, total))
+    for ref, value in zip((out_ref, top_ref, total_ref), results, strict=True):
+        store_heads(ref, value)
 
 
 def _codes(joined: Array, shift: Any, mask: int, dtype: Any) -> Float[Array, "R H"]:

@@ -76,9 +76,8 @@ class ShardPrograms:
 
 def unsupported_reason(q: Array | DeferredRope, caches: Sequence[CacheShard], **_: Any) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
-    group = parts_of(q)[0].shape[1] // sum(len(cache.heads) for cache in caches)
     for cache in caches:
-        if reason := unsharded.unsupported(group, cache.k, None):
+        if reason := unsharded.unsupported(cache.k, None):
             return reason
     return None
 

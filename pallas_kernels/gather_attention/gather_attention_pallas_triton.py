@@ -21,17 +21,14 @@ from ..decode_attention import Attended
 from ..masking import MASKED
 from ..products import dot
 from ..rotary import DeferredRope, parts_of
-from ..triton import backend, entry, rotated_heads, triton_call, triton_unsupported
+from ..triton import backend, entry, rotated_heads, store_heads, triton_call, triton_unsupported
 from ..tuning import tuned
 
 
 def unsupported_reason(q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, **__: Any) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
-    dim, group = k.shape[-1], parts_of(q)[0].shape[1] // index.shape[1]
-    if reason := triton_unsupported(dim=dim):
+    if reason := triton_unsupported(dim=k.shape[-1]):
         return reason
-    if group & (group - 1):
-        return f"{group} query heads per selecting head is not a power of two"
     if k.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"keys are {k.dtype}"
     return None
@@ -180,5 +177,5 @@ def _body(
     acc, top, total = jax.lax.fori_loop(0, blocks, fold, start)
     any_live = total > 0
     total = jnp.where(any_live, total, 1.0)
-    out_ref[...] = (acc / total[:, None]).astype(out_ref.dtype)
-    logsumexp_ref[...] = jnp.where(any_live, top + jnp.log(total), -jnp.inf)
+    store_heads(out_ref, (acc / total[:, None]).astype(out_ref.dtype))
+    store_heads(logsumexp_ref, jnp.where(any_live, top + jnp.log(total), -jnp.inf))

@@ -76,6 +76,9 @@ CASES = [
     (2, 2, 4, 160, 64, "bfloat16", False),
     (1, 5, 8, 32, 128, "float32", False),
     (5, 1, 2, 75, 128, "bfloat16", True),
+    (2, 2, 6, 96, 64, "bfloat16", False),
+    (1, 2, 7, 75, 64, "float32", True),
+    (2, 1, 3, 61, 32, "float32", False),
 ]
 
 
@@ -196,9 +199,14 @@ def test_what_the_kernels_refuse_of_8_bit_floats():
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_a_kernel_of_8_bit_floats_is_there_and_is_not_taken_by_itself(caplog):
-    """Lowered for an H200. Until it has been timed, `auto` is XLA."""
-    shapes = jax.eval_shape(lambda: draw_shapes(8, 8, 4, 4096, 128))
+@pytest.mark.parametrize(
+    ("group", "float8", "why"), [(4, True, "8-bit floats"), (6, False, "6 query heads per KV head")]
+)
+def test_kernels_that_were_not_timed_are_there_and_are_not_taken_by_themselves(group, float8, why, caplog):
+    """Lowered for an H200. Until they have been timed, `auto` is XLA."""
+    q, k, v, weight, factors = jax.eval_shape(lambda: draw_shapes(8, 2, group, 4096, 128))
+    if not float8:
+        k, v, factors = (*(jax.ShapeDtypeStruct(x.shape, q.dtype) for x in (k, v)), None)
 
     def lowered(implementation):
         def attend(q, k, v, weight, factors):
@@ -206,11 +214,12 @@ def test_a_kernel_of_8_bit_floats_is_there_and_is_not_taken_by_itself(caplog):
             return decode_attention(q, k, v, weight, **options).out
 
         with on(), caplog.at_level("DEBUG", "kvjax.pallas_kernels.op"):
-            return jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+            traced = jax.jit(attend).trace(q, k, v, weight, factors)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     assert 'name = "decode_attention"' in lowered("gpu")
     assert 'name = "decode_attention"' not in lowered("auto")
-    assert "xla (the kernel has not been timed with 8-bit floats)" in caplog.text
+    assert f"xla (the kernel has not been timed with {why})" in caplog.text
 
 
 def draw_shapes(batch, kv_heads, group, slots, dim):

@@ -67,11 +67,13 @@ TOKENS = {
     "groups": (3, 8, 1, 1, 64, 1, 40, 64, "bfloat16"),
     "two of four query heads": (2, 8, 2, 4, 128, 1, 64, 128, "float32"),
     "heads alone": (9, 4, 4, 4, 64, 1, 5, 128, "float32"),
+    "groups of six": (2, 12, 2, 2, 64, 1, 40, 64, "bfloat16"),
 }
 PAGES = {
     "pages, groups": (2, 8, 2, 2, 128, 16, 5, 128, "float32"),
     "pages, each query head": (1, 4, 2, 4, 128, 64, 5, 512, "bfloat16"),
     "pages, heads of 64": (1, 6, 3, 3, 64, 128, 3, 512, "bfloat16"),
+    "pages, groups of five": (2, 10, 2, 2, 128, 16, 5, 128, "float32"),
 }
 SERVED = [(name, implementation) for implementation in ("xla", "gpu") for name in TOKENS | PAGES]
 SERVED += [(name, "tpu") for name in PAGES]
@@ -154,5 +156,4 @@ def test_refusals():
     assert "pages of 16 slots are not a multiple of 128, as a head dim of 64 requires" in refused("tpu", dim=64)
     assert "keys are float16" in refused("tpu", dtype="float16")
     assert "head dim 80 is not a power of two" in refused("gpu", dim=80)
-    assert "3 query heads per selecting head is not a power of two" in refused("gpu", heads=3)
     assert "this program is for cpu, not for a gpu" in refused("gpu", interpret=False)
