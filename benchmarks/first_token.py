@@ -97,12 +97,11 @@ def main() -> None:
             }
             try:
                 if args.count_experts:
-                    row |= _experts_read(config, generate, prompts, row["device"], args.weights)
+                    row |= _experts_read(config, generate, prompts, row["device"], args.devices, args.weights)
                 else:
                     row |= _times(generate, prompts, count, args)
                     if not args.first_only and policy == "full":
-                        bound = _bound_ms(config, prompt, rows, row["device"], args.weights)
-                        row["bound_ms"] = None if bound is None else bound / args.devices
+                        row["bound_ms"] = _bound_ms(config, prompt, rows, row["device"], args.devices, args.weights)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)
@@ -144,11 +143,12 @@ def _seconds(
 
 
 def _bound_ms(
-    config: ModelConfig, prompt: int, rows: int, device: str, kind: str, experts: float | None = None
+    config: ModelConfig, prompt: int, rows: int, device: str, devices: int, kind: str, experts: float | None = None
 ) -> float | None:
     """Milliseconds to read the weights and the full caches, halfway through the answers; None if the bandwidth is not known.
 
     Args:
+        devices: number of devices, each of which reads an equal share.
         kind: kind of the experts, "float" or "mxfp4".
         experts: distinct experts of a layer that a step reads; those of a random router if None.
     """
@@ -158,11 +158,11 @@ def _bound_ms(
     rate = bandwidth(device)
     weights = weight_bytes(abstract(config, "bfloat16", weights=kind), rows, experts)
     read = weights + rows * config.cache_bytes(prompt + NEW // 2, 2)
-    return None if rate is None else 1e3 * read / rate
+    return None if rate is None else 1e3 * read / rate / devices
 
 
 def _experts_read(
-    config: ModelConfig, generate: Generate, prompts: list[list[int]], device: str, kind: str
+    config: ModelConfig, generate: Generate, prompts: list[list[int]], device: str, devices: int, kind: str
 ) -> dict[str, Any]:
     """Distinct experts that a layer reads in a step, the mean over layers and steps of a call, and the bound with them."""
     import jax
@@ -186,7 +186,7 @@ def _experts_read(
     finally:
         experts.route = route
     read = statistics.mean(counts)
-    bound = _bound_ms(config, len(prompts[0]), len(prompts), device, kind, read)
+    bound = _bound_ms(config, len(prompts[0]), len(prompts), device, devices, kind, read)
     return {"experts_read": read, "experts_counted": len(counts), "bound_experts_read_ms": bound}
 
 

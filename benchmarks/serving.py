@@ -87,7 +87,7 @@ async def drive(load: Load, share: int = 0, shares: int = 1, start: float | None
     """
     random = np.random.default_rng(load.seed)
     gaps = np.full(load.requests, 1 / load.rate)  # zeros where the rate is infinite
-    if not load.even:
+    if not load.even and np.isfinite(load.rate):
         gaps *= random.exponential(size=load.requests)
     times, begun = np.cumsum(gaps), time.time() if start is None else start
     shared = random.integers(0, load.vocabulary, load.shared).tolist()
@@ -199,8 +199,8 @@ def summary(load: Load, answers: Sequence[Answer]) -> dict[str, Any]:
         "total": [answer.ended - answer.sent for answer in good],
     }
     if load.shared:
-        first = min(good, key=lambda answer: answer.sent)
-        row["ttft_first"] = first.events[0] - first.sent if first.events else None
+        first = min(answers, key=lambda answer: answer.sent)
+        row["ttft_first"] = first.events[0] - first.sent if first.status == 200 and first.events else None
     for name, values in measured.items():
         if values:
             found = np.percentile(values, PERCENTILES)
@@ -222,7 +222,11 @@ def first_model(load: Load) -> str:
 
 
 def add(path: Path, program: str, row: dict[str, Any]) -> None:
-    """Add the measurements of a load to a result file, in place of earlier ones of the same program and load."""
+    """Add the measurements of a load to a result file, in place of earlier ones of the same program and load.
+
+    Raises:
+        SystemExit: the file was measured with other versions, or on another device.
+    """
     import kvjax  # here, as the processes that send requests need no JAX
     from benchmarks import report
 
@@ -232,7 +236,7 @@ def add(path: Path, program: str, row: dict[str, Any]) -> None:
     new = about | {name: value for name, value in row.items() if name not in ("url", "model")}
     header = {"date": new["date"], "device": _device(), "versions": versions, "settings": {}}
     same = ("program", "rate", "requests", "prompt", "answer", "shared", "even", "seed")
-    before = report.read(path)["rows"] if path.exists() else []
+    header, before = report.begun(path, header)
     report.write(path, header, [*(old for old in before if any(old[name] != new[name] for name in same)), new])
 
 

@@ -77,7 +77,7 @@ def speed() -> str:
 def beside_vllm() -> str:
     """A conclusion and a table: TPOT and requests per second of kvjax and vLLM, and how many times as fast as vLLM each is.
 
-    Empty if vLLM was not measured. Only rows of the machine, shape and depth that vLLM's latest row has, and equal requests of
+    Empty if vLLM was not measured. Only rows of the machine, devices, shape and depth that vLLM's latest row has, and equal requests of
     the size that vLLM ran last.
     """
     names = "h100", "h200"
@@ -88,7 +88,12 @@ def beside_vllm() -> str:
         return ""
     latest = theirs[-1]
     tokens, equal = (
-        [row for row in group if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))]
+        [
+            row
+            for row in group
+            if all(row.get(key) == latest[key] for key in ("machine", "shape", "layers"))
+            and row.get("devices", 1) == latest.get("devices", 1)
+        ]
         for group in (tokens, equal)
     )
     workload = next((row["workload"] for row in reversed(equal) if row["program"] == "vllm"), "")
@@ -432,14 +437,15 @@ def serving() -> str:
     def name(row: Row) -> str:
         return row["program"].partition(" ")[0]
 
-    def ratio(prompt: int) -> float:
-        """Of requests per second, kvjax's to vLLM's, at the highest rate of arrivals."""
-        group = sorted((row for row in measured if row["prompt"] == prompt), key=lambda row: row["rate"])
-        latest = {name(row): row["requests_per_second"] for row in group}
-        return latest["kvjax"] / latest["vllm"]
-
-    sizes = sorted({(row["prompt"], row["answer"]) for row in measured})
-    ratios = [f"{ratio(prompt):.2f} times with {prompt:,} + {answer:,} tokens" for prompt, answer in sizes]
+    machines = {row["machine"] for row in measured}
+    assert len(machines) == 1, f"servers of {len(machines)} machines are not compared"
+    load = "prompt", "answer", "rate", "requests", "even", "seed"
+    found = {(name(row), *(row[key] for key in load)): row["requests_per_second"] for row in measured}
+    most = {case[1:3]: case[1:] for case in sorted(found, key=lambda case: case[3])}  # the highest rate of each size
+    ratios = [
+        f"{found['kvjax', *case] / found['vllm', *case]:.2f} times with {prompt:,} + {answer:,} tokens"
+        for (prompt, answer), case in sorted(most.items())
+    ]
     conclusion = f"**Requests per second beside vLLM's: {'; '.join(ratios)}.**"
     lines = [
         [

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -16,7 +17,7 @@ from kvjax.runtime.generation import Run
 from kvjax.runtime.request import check_request
 from kvjax.runtime.row import Row
 
-from .cells import Cell
+from .cells import Cell, profiles_of
 from .suite import Suite
 
 K = TypeVar("K")
@@ -123,7 +124,7 @@ def run(params: Params, engine: Engine, batch: Batch, size: int) -> dict[str, An
     texts = [opening(each) + (answer.text or "") for answer, each in zip(answers, examples, strict=False)]
     return {
         **batch.key,
-        "settings": described(engine.policy if cell.fitted is None else cell.fitted),
+        "settings": _settings(engine.policy if cell.fitted is None else cell.fitted),
         "held": cell.held,
         "full": cell.full,
         "scores": [round(asked.task.score(text, each), 6) for text, each in zip(texts, examples, strict=True)],
@@ -133,6 +134,21 @@ def run(params: Params, engine: Engine, batch: Batch, size: int) -> dict[str, An
         "prefill_seconds": round(answers[0].stats.prefill_seconds, 3),
         "decode_seconds": round(answers[0].stats.decode_seconds, 3),
     }
+
+
+def _settings(policy: Policy) -> dict[str, Any]:
+    """The fields of a policy; profiles by name and hash, without the folder, so that parts of several machines have the same."""
+    profiles = profiles_of(policy)
+    return described(_without_folder(policy)) | ({"profiles": profiles} if profiles else {})
+
+
+def _without_folder(policy: Policy) -> Policy:
+    changed: dict[str, Any] = {}
+    if isinstance(inner := getattr(policy, "policy", None), Policy):
+        changed["policy"] = _without_folder(inner)
+    if isinstance(file := getattr(policy, "profile", None), str):
+        changed["profile"] = Path(file).name
+    return dataclasses.replace(policy, **changed)
 
 
 class Clock:

@@ -11,6 +11,7 @@ import jax
 
 from kvjax.cache import layer_specs
 from kvjax.config import ModelConfig
+from kvjax.evals.runner import described_policy
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, PolicyError, get_policy, prompt_only
 from reproduction.make_profiles import path as profile_path
@@ -139,18 +140,26 @@ class Maker:
         try:
             policy.for_model(self.config)
         except PolicyError:
-            file = profile_path(self.profiles, policy.info.name, self.config)
+            file = self._file(policy)
             return get_policy(policy, profile=str(file)) if file.is_file() else policy
         return policy
 
-    @staticmethod
-    def bare(policy: Policy) -> Policy:
+    def bare(self, policy: Policy) -> Policy:
         """The policy without the folder's profile."""
         if isinstance(inner := getattr(policy, "policy", None), Policy):
-            return dataclasses.replace(policy, policy=Maker.bare(inner))  # pyright: ignore[reportCallIssue]
-        if not isinstance(getattr(policy, "profile", None), str):
+            return dataclasses.replace(policy, policy=self.bare(inner))  # pyright: ignore[reportCallIssue]
+        if self.profiles is None or getattr(policy, "profile", None) != str(self._file(policy)):
             return policy
         return dataclasses.replace(policy, profile=None)  # pyright: ignore[reportCallIssue]
+
+    def _file(self, policy: Policy) -> Path:
+        assert self.profiles is not None
+        return profile_path(self.profiles, policy.info.name, self.config)
+
+
+def profiles_of(policy: Policy) -> dict[str, str]:
+    """Hashes of a policy's profiles, by the names of their files, which are the same wherever the folder is."""
+    return {Path(path).name: digest for path, digest in described_policy(policy).get("files", {}).items()}
 
 
 class Budgets:
@@ -176,9 +185,12 @@ class Budgets:
         if row is None:
             return None
         try:
-            return Cell(*entry, self._make(row["fitted"]), row["held"], row["full"], row["why"])
+            policy = self._make(row["fitted"])
         except PolicyError:  # as without the profile that it had then
             return None
+        if profiles_of(policy) != row.get("profiles", {}):
+            return None
+        return Cell(*entry, policy, row["held"], row["full"], row["why"])
 
     def keep(self, entry: Wanted, cell: Cell) -> None:
         """Write down a cell that has a policy."""
@@ -187,6 +199,7 @@ class Budgets:
         row = {
             "key": self._key(entry),
             "fitted": str(self._make.bare(cell.fitted)),
+            "profiles": profiles_of(cell.fitted),
             "held": cell.held,
             "full": cell.full,
             "why": cell.why,

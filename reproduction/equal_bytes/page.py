@@ -182,7 +182,9 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         able = {row["policy"] for row in rows if get_policy(row["policy"]).info.memory in MEMORIES[of]} - {"full"}
         early = _early(mine, counted, able)
         mine = [row for row in mine if (row["target"], row["seen"]) not in early]
-        parts += [f"### {suite}, {CONVENTIONS[of][0]}\n", *_of_convention(mine, counted)]
+        parts.append(f"### {suite}, {CONVENTIONS[of][0]}\n")
+        if any(row["target"] is not None for row in mine):
+            parts += _of_convention(mine, counted)
         if early:
             told = ", ".join(f"{_titled(column)} ({done} of {all_})" for column, (done, all_) in early.items())
             parts.append(f"Not shown, as too few policies have been measured: {told}.\n")
@@ -207,9 +209,10 @@ def _early(
     whole = {name for name, each in merged.by_entry(rows).items() if set(tasks) <= set(each)}
     places = dict.fromkeys((row["target"], row["seen"]) for row in rows if row["target"] is not None)
     found: dict[Column, tuple[int, int]] = {}
+    seeing = {row["policy"] for row in rows if row["seen"]}  # `--seeing` may name some policies alone
     for place in sorted(places, key=lambda column: (-column[0], column[1])):
         unable = {row["policy"] for row in rows if row["task"] is None and (row["target"], row["seen"]) == place}
-        asked = policies - unable
+        asked = (policies & seeing if place[1] else policies) - unable
         done = sum((policy, *place) in whole for policy in asked)
         if done < LEAST_MEASURED * len(asked):
             found[place] = done, len(asked)

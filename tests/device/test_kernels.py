@@ -30,6 +30,16 @@ def refusal(case: Case) -> str | None:
     return next(found, None)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if {"G6", "G7"} & set(case.shape.split())],
+    ids=lambda case: f"{case.operation}, {case.shape}, {case.dtype}",
+)
+def test_kernels_that_were_not_timed_are_right(case):
+    inputs = jax.block_until_ready(case.inputs(0))
+    assert case.error(inputs, jax.block_until_ready(jax.jit(case.variants["gpu"])(*inputs))) <= case.tolerance
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operation}, {case.shape}, {case.dtype}")
 def test_is_right(case, caplog):
     """What `auto` takes, which on a Hopper GPU is a kernel of its own but for what it refuses, is within the case's tolerance."""

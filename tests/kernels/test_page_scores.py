@@ -68,7 +68,7 @@ def test_equals_loops(compute, heads, kv_heads, pages, dim, count, dtype, tolera
 
 
 def test_queries_are_rotated_on_the_way(compute):
-    q, bounds, tokens = draw(4, 2, 19, 16, [19, 7])
+    q, bounds, tokens = draw(6, 2, 19, 16, [19, 7])
     angle = np.random.default_rng(5).normal(size=(2, 8))
     q = DeferredRope(q, to_jax(np.cos(angle), jnp.float32), to_jax(np.sin(angle), jnp.float32))
     check(compute(q, bounds, tokens), (jax.jit(DeferredRope.__call__)(q), bounds, tokens), 1e-5)

@@ -163,14 +163,26 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
     unable = {**row("quest", "vt", [], 0.25), "task": None, "why": "needs at least 101.0 %"}
     del unable["scores"]
     rows += [row(policy, "vt", [1.0, 0.5], 0.25) for policy in ("snapkv", "chunkkv")]
+    rows += [row(policy, "vt", [1.0, 0.5], seen=True) for policy in ("snapkv", "tova")]
     rows += [row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
     text = rendered([*rows, unable, unable | {"target": 0.5}], {"vt": {}, "qa_2": {"data": "hotpot.json"}})
     assert "Cells are empty where scores of some tasks are missing: `tova` (25 %, question-agnostic)." in text
-    assert "Not shown, as too few policies have been measured: 25 %, question-aware (1 of 4)." in text
+    assert "Not shown, as too few policies have been measured: 25 %, question-aware (1 of 2)." in text
     assert "*Question-aware*" in text
-    assert '--seeing "snapkv"' in text
+    assert '--seeing "snapkv,tova"' in text
     assert "--qa-2 hotpot.json" in text
     assert "--qa-1" not in text
+
+
+def test_a_convention_of_which_little_was_measured_has_no_table(tmp_path):
+    rows = [row("full", "vt", [1.0, 1.0], None), row("snapkv", "vt", [1.0, 0.5])]
+    rows += [{**row(policy, "vt", [1.0, 0.5]), "task": None, "why": "no"} for policy in ("tova", "h2o")]
+    rows += [{**row("snapkv", "vt", [1.0, 0.5], 0.25), "of": "prompt"}]
+    text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
+    held, kept = text.split("### ruler-64, equal bytes\n")[1].split("### ruler-64, equal shares of the prompt\n")
+    assert "| `snapkv` |" in held
+    assert "Not shown, as too few policies have been measured: 25 %, question-agnostic (1 of 3)." in kept
+    assert "| `" not in kept
 
 
 def test_each_convention_has_its_table(tmp_path):
@@ -293,12 +305,17 @@ def test_policies_that_need_a_profile_take_it_from_a_folder(talker, uneven, tmp_
     entries, path = cells.wanted(uneven, ["catekv"], {"bytes": [0.9]}, []), tmp_path / "budgets.jsonl"
     _, found = cells.cells(talker, entries, cells.Budgets(path, "model", make), make)
     assert found.fitted.profile == str(file)
-    assert file.name not in path.read_text()
+    assert str(tmp_path) not in path.read_text()
+    assert batches._settings(found.fitted)["profile"] == file.name
+    own = dataclasses.replace(found.fitted, profile=str(tmp_path / "own.json"))
+    assert make.bare(own) == own
     monkeypatch.setattr(cells, "_largest", lambda *_: pytest.fail("sought again"))
     _, again = cells.cells(talker, entries, cells.Budgets(path, "model", make), make)
     assert again.fitted == found.fitted
     _, without = cells.cells(talker, entries, cells.Budgets(path, "model", cells.Maker(config)))
     assert "no profile" in without.why
+    HeadProfile("catekv", fingerprint(config), "another text", (), scores, labels).save(file)
+    assert cells.Budgets(path, "model", make).get(entries[1]) is None
 
 
 def test_budgets_inside_a_transform_and_schemes_without_eight_bits(talker, uneven):
