@@ -1,6 +1,7 @@
 """Policies of the leaderboard, each with the budget at which it holds or reads a given share."""
 
 import dataclasses
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,6 @@ import jax
 
 from kvjax.cache import layer_specs
 from kvjax.config import ModelConfig
-from kvjax.evals.runner import described_policy
 from kvjax.models import Params
 from kvjax.policies import Full, Policy, PolicyError, get_policy, prompt_only
 from reproduction.make_profiles import path as profile_path
@@ -159,7 +159,10 @@ class Maker:
 
 def profiles_of(policy: Policy) -> dict[str, str]:
     """Hashes of a policy's profiles, by the names of their files, which are the same wherever the folder is."""
-    return {Path(path).name: digest for path, digest in described_policy(policy).get("files", {}).items()}
+    found = profiles_of(inner) if isinstance(inner := getattr(policy, "policy", None), Policy) else {}
+    if isinstance(file := getattr(policy, "profile", None), str) and Path(file).is_file():
+        found[Path(file).name] = f"SHA-256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
+    return found
 
 
 class Budgets:
