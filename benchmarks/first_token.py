@@ -14,9 +14,9 @@ n tokens. Each t is the median of `--calls` calls after one that is not counted.
 With `--compiled`, kvjax' calls use programs that `kvjax.aot_compile` makes once for a case. Of both programs, only the
 first call of a case is not counted, so that a case takes half as long.
 
-`bound_ms` is the bandwidth bound of a step with the full cache, where all `--devices` read equal shares. Of a mixture of experts it assumes a random router. With
-`--count-experts`, a run of its own generates the tokens of the timed calls again. It counts the distinct experts that
-their steps read, and adds the bound with those.
+`bound_ms` is the bandwidth bound of a step with the full cache. All `--devices` read equal shares. For a mixture of experts
+it assumes a random router. With `--count-experts`, a run of its own generates the tokens of the timed calls again. It counts
+the distinct experts that their steps read, and adds the bound with those.
 
 `--peer` adds the lines that the other program printed. `python -m benchmarks.tables --write` then puts both into
 README.md.
@@ -148,7 +148,7 @@ def _bound_ms(
     """Milliseconds to read the weights and the full caches, halfway through the answers; None if the bandwidth is not known.
 
     Args:
-        devices: number of devices, each of which reads an equal share.
+        devices: number of devices. Each reads an equal share.
         kind: kind of the experts, "float" or "mxfp4".
         experts: distinct experts of a layer that a step reads; those of a random router if None.
     """

@@ -3,8 +3,9 @@
     python -m benchmarks.serving --url http://127.0.0.1:8000 --rate 8 --requests 400 --prompt 220 --answer 200 --vocabulary 128000
 
 The load is open: requests arrive at random times (a Poisson process), or with `--even` at equal intervals, whether or not
-earlier ones have been answered. They come from processes of their own, through `/v1/completions`, as streams. Answers have the number of tokens that was asked
-for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_API_KEY` has the key, if the server needs one.
+earlier ones have been answered. They come from processes of their own, through `/v1/completions`, as streams. Answers have
+the number of tokens that was asked for, as the end token is ignored; kvjax and vLLM have the field for it. `KVJAX_API_KEY`
+has the key, if the server needs one.
 
 Prints one JSON object, with the first error of each status other than 200. `--out` also adds it to a result file, in place of
 one of the same `--program` and load. Times of several programs are comparable only on the same machine. Times are in seconds:
@@ -46,7 +47,7 @@ class Load:
         vocabulary: prompts have ids below this number.
         shared: first tokens that all prompts have in common.
         even: whether requests arrive at equal intervals.
-        seed: of prompts and arrivals.
+        seed: of the prompts and of the times at which requests are sent.
         model: the model's name; None to ask the server for it.
         key: API key.
     """

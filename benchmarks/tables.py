@@ -431,7 +431,7 @@ def requests() -> str:
 
 
 def serving() -> str:
-    """A conclusion and a table: servers under the same arrivals of requests, on one machine."""
+    """A conclusion and a table: servers that got the same requests at the same times, on one machine."""
     measured = rows("serving-h200.json")
 
     def name(row: Row) -> str:

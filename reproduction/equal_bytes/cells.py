@@ -116,7 +116,7 @@ class Maker:
 
     Attributes:
         config: of the model.
-        profiles: folder of profiles, for policies that need one and of which none comes with kvjax; None for none.
+        profiles: folder of profiles. A policy takes one from it if it needs one that does not come with kvjax. None for no folder.
     """
 
     config: ModelConfig

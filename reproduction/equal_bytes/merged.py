@@ -123,7 +123,7 @@ def counting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def at_equal_bytes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Question-agnostic rows with scores at shares of bytes, and of the full cache, in tasks that count.
 
-    Policies and shares of which a task is missing have none.
+    A policy has no rows at a share if one of the tasks is missing there.
     """
     chosen = [row for row in rows if of(row) == "bytes" and not row["seen"] and "scores" in row]
     tasks = counting(chosen)
