@@ -1,22 +1,13 @@
 """Public functions. Each `Op` picks a Triton kernel or XLA."""
 
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
 from ..op import Implementation, Op
-from ..rotary import DeferredRope, parts_of
-from ..triton import untimed_group
+from ..rotary import DeferredRope
 
-
-def _untimed(q: Array | DeferredRope, blocks: Array, *_: Any, **__: Any) -> str | None:
-    """Return a reason to use XLA for scores of blocks, or None for the kernel."""
-    return untimed_group(parts_of(q)[0].shape[1], blocks.shape[1])
-
-
-_PAGES = Op("page_scores", __name__, gpu=("pallas_triton",), prefer_xla_reason=_untimed)
+_PAGES = Op("page_scores", __name__, gpu=("pallas_triton",))
 _WIDEN = Op("widen_bounds", __name__, gpu=("pallas_triton",))
-_CENTROIDS = Op("centroid_scores", __name__, gpu=("pallas_triton",), prefer_xla_reason=_untimed)
+_CENTROIDS = Op("centroid_scores", __name__, gpu=("pallas_triton",))
 
 
 def page_scores(

@@ -1,27 +1,18 @@
 """Public functions. Each `Op` picks a kernel or XLA."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
 from ..decode_attention import Attended
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
-from ..triton import untimed_group
-
-
-def _untimed(q: Array | DeferredRope, k: Array, v: Array, index: Array, *_: Any, **__: Any) -> str | None:
-    """Return a reason to use XLA for `gather_attention`, or None for the kernel."""
-    return untimed_group(parts_of(q)[0].shape[1], index.shape[1])
-
 
 _OP = Op(
     "gather_attention",
     __name__,
     gpu=("gather_attention_pallas_triton",),
     tpu=("gather_attention_pallas_mosaic_tpu",),
-    prefer_xla_reason=_untimed,
 )
 _FETCH = Op("fetch_slots", __name__, gpu=("fetch_slots_pallas_triton",))
 

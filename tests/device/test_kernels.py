@@ -12,7 +12,7 @@ from kvjax.pallas_kernels.hopper.fused_decode_block.plan import plan
 
 CASES = [case for module in kernel_cases.modules() for case in kernel_cases.cases(module)]
 
-XLA_IS_AS_FAST = "vocabulary head", "64 keys, H128, biased", "G6", "G7"
+XLA_IS_AS_FAST = "vocabulary head", "64 keys, H128, biased"
 """Parts of the names of cases that Hopper GPUs may leave to XLA."""
 
 
@@ -28,16 +28,6 @@ def refusal(case: Case) -> str | None:
         if case.shape.startswith(shape) and (case.operation, case.dtype) == (name, kind)
     )
     return next(found, None)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if {"G6", "G7"} & set(case.shape.split())],
-    ids=lambda case: f"{case.operation}, {case.shape}, {case.dtype}",
-)
-def test_kernels_that_were_not_timed_are_right(case):
-    inputs = jax.block_until_ready(case.inputs(0))
-    assert case.error(inputs, jax.block_until_ready(jax.jit(case.variants["gpu"])(*inputs))) <= case.tolerance
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operation}, {case.shape}, {case.dtype}")
