@@ -35,6 +35,8 @@ from .decode_attention import sharded_decode_attention as sharded_decode_attenti
 from .delta_rule import delta_rule as delta_rule
 from .experts import best_experts as best_experts
 from .experts import expert_mlp as expert_mlp
+from .float8 import Float8Codes as Float8Codes
+from .float8 import Float8Factor as Float8Factor
 from .gather_attention import fetch_slots as fetch_slots
 from .gather_attention import gather_attention as gather_attention
 from .gather_attention import reads_host_memory as reads_host_memory

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from .device import target
-
 
 def _import() -> Any:
     with warnings.catch_warnings():
@@ -41,14 +39,6 @@ def triton_unsupported(*, dim: int | None = None) -> str | None:
     if dim is not None and (dim & (dim - 1) or not 16 <= dim <= 256):
         return f"head dim {dim} is not a power of two from 16 to 256"
     return None
-
-
-def untimed_group(heads: int, kv_heads: int) -> str | None:
-    """Return a reason to use XLA if query heads per KV head are padded, which has not been timed on a device yet."""
-    group = heads // kv_heads
-    if target().platform != "gpu" or not group & (group - 1):
-        return None
-    return f"the kernel has not been timed with {group} query heads per KV head"
 
 
 def triton_call(
@@ -89,13 +79,15 @@ def load_heads(ref: Any, channel: Array) -> Array:
     return backend.load(ref.at[row[:, None], channel[None]], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def store_heads(ref: Any, x: Array) -> None:
-    """Store heads [R, ...], without the rows that `load_heads` added."""
+def store_heads(ref: Any, x: Array, channel: Array | None = None) -> None:
+    """Store heads [R, ...], without the rows that `load_heads` added. `channel` has the channels, if they are not all."""
     count = ref.shape[0]
-    if len(x) == count:
+    if len(x) == count and channel is None:
         ref[...] = x
         return
     places = [jnp.arange(size, dtype=jnp.int32) for size in x.shape]
+    if channel is not None:
+        places[1] = channel
     index = [place.reshape([-1 if i == axis else 1 for i in range(x.ndim)]) for axis, place in enumerate(places)]
     backend.store(ref.at[*index], x, mask=jnp.broadcast_to(index[0] < count, x.shape))
 

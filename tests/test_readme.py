@@ -362,7 +362,7 @@ def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):
             "machine": machine,
             "version": "1",
             "device": "a GPU",
-            "shape": "8b",
+            "shape": "llama-3.1-8b",
             "layers": 32,
         }
         return about | {"date": f"2026-01-0{len(machine or '')}", "prompt": 16384, "rows": 1} | more

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_cases.case import Case, relative_error
-from kvjax.pallas_kernels.decode_attention import Attended, Rotation, decode_attention
+from kvjax.pallas_kernels.decode_attention import Attended, Factors, Rotation, decode_attention
 from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_triton as pallas_triton
 
 SAMPLED = 3
@@ -22,7 +22,7 @@ SAMPLED = 3
 
 
 def cases() -> Iterator[Case]:
-    """Large batches, a fifth of 16k, 32k and 64k tokens for one sequence and for eight, and groups of six and seven query heads."""
+    """Large batches, a fifth of 16k, 32k and 64k tokens for one sequence and for eight, groups of six and seven query heads, and 8-bit floats."""
     yield _case(32, 8, 4, 8192, 128)
     yield _case(32, 8, 4, 8192, 128, ragged=True)
     yield _case(32, 8, 4, 8192, 64)
@@ -47,6 +47,9 @@ def cases() -> Iterator[Case]:
     yield _case(1, 2, 6, 16384, 128)
     yield _case(1, 4, 7, 16384, 128)
     yield _case(8, 2, 6, 3328, 128, rotated=True, probs=True)
+    yield _case(8, 8, 4, 32768, 128, coded=True)
+    yield _case(1, 8, 4, 16384, 128, coded=True)
+    yield _case(64, 8, 4, 2112, 128, coded=True, ragged=True)
 
 
 def _case(
@@ -59,6 +62,7 @@ def _case(
     ragged: bool = False,
     probs: bool = False,
     rotated: bool = False,
+    coded: bool = False,
 ) -> Case:
     scale = dim**-0.5
 
@@ -71,6 +75,9 @@ def _case(
             heads = batch * kv_heads
             lengths = jax.random.permutation(keys[4], jnp.arange(heads) * slots // (heads - 1))
             weight = jnp.where(jnp.arange(slots) < lengths.reshape(batch, kv_heads, 1), weight, 0.0)
+        if coded:
+            codes = ((60 * x).astype(jnp.float8_e4m3fn) for x in (k, v))
+            return q, *codes, weight, *jax.random.uniform(keys[5], (2, *weight.shape), minval=0.01, maxval=0.03)
         if not rotated:
             return q, k, v, weight
         place = jnp.argsort(jax.random.uniform(keys[5], weight.shape), axis=-1).astype(jnp.int32)
@@ -84,7 +91,11 @@ def _case(
             b, h = divmod(int(head), kv_heads)
             rows = slice(h * group, (h + 1) * group)
             q64, k64, v64, w64 = (np.asarray(x, np.float64) for x in (q[b, rows], k[b, h], v[b, h], weight[b, h]))
-            if turn:
+            if coded:
+                k64, v64 = (
+                    x * np.asarray(factor[b, h], np.float64)[:, None] for x, factor in ((k64, turn[0]), (v64, turn[1]))
+                )
+            elif turn:
                 q64, k64 = (_turned(x, place[b, h], turn[2]) for x, place in ((q64, turn[1]), (k64, turn[0])))
             with np.errstate(divide="ignore"):
                 logits = q64 @ k64.T * scale + np.log(w64)
@@ -99,15 +110,15 @@ def _case(
 
     def variant(function: Any, **options: Any) -> Any:
         def run(q: Any, k: Any, v: Any, weight: Any, *turn: Any) -> Attended:
+            if coded:
+                return function(q, k, v, weight, scale=scale, factors=Factors(*turn), **options)
             rotation = Rotation(*turn) if turn else None
             return function(q, k, v, weight, scale=scale, rotation=rotation, probs=probs, **options)
 
         return run
 
     variants = {"xla": variant(decode_attention, implementation="xla"), "auto": variant(decode_attention)}
-    if group & (group - 1):  # left to XLA until the kernel has been timed
-        variants["gpu"] = variant(decode_attention, implementation="gpu")
-    if not rotated and not probs:
+    if not rotated and not probs and not coded:
         variants["cudnn"] = functools.partial(_cudnn, scale=scale)
         variants["dense"] = functools.partial(_dense, scale=scale)
     heads = batch * kv_heads
@@ -125,15 +136,16 @@ def _case(
         + ", rotated" * rotated
         + ", probs" * probs
     )
+    number = 1 if coded else 2  # bytes of a channel
     return Case(
         operation="decode_attention",
         shape=words,
-        dtype="bfloat16",
+        dtype="float8" if coded else "bfloat16",
         inputs=inputs,
         variants=variants,
         error=error,
         tolerance=1e-2,
-        bytes=live * (4 * dim + 4 + 4 * rotated + 4 * probs) + 4 * batch * kv_heads * group * dim,
+        bytes=live * (2 * number * dim + 4 + 4 * rotated + 4 * probs + 8 * coded) + 4 * batch * kv_heads * group * dim,
         flops=4 * live * group * dim,
     )
 

@@ -1,9 +1,4 @@
-"""Keys and values in 8-bit floats (e4m3: 4 bits of exponent, 3 of fraction), with one factor per vector.
-
-A vector x of one token and KV head is stored as x / factor with factor = max |x| / 448, so that its largest number is the
-largest of the format. Relative errors are at most 1/16, and for numbers below 1/28672 of the largest, absolute errors are
-at most 1/458752 of the largest. NaN and infinities are not supported.
-"""
+"""Keys and values in 8-bit floats with one factor per vector, see `kvjax.pallas_kernels.float8`."""
 
 from typing import Any
 
@@ -12,10 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-FLOAT8 = jnp.float8_e4m3fn
-
-LARGEST = float(jnp.finfo(FLOAT8).max)
-"""448, the largest number of the format."""
+from kvjax.pallas_kernels.float8 import codes_of, factor_of
 
 
 @flax.struct.dataclass
@@ -42,10 +34,8 @@ class Float8:
 
 def encode(x: Float[Array, "*B H"]) -> Float8:
     """Store vectors: keys or values of any leading axes."""
-    x = x.astype(jnp.float32)
-    factor = jnp.max(jnp.abs(x), axis=-1) / LARGEST
-    scaled = jax.lax.stop_gradient(x / jnp.where(factor > 0, factor, 1.0)[..., None])  # a code has no gradient
-    return Float8(scaled.astype(FLOAT8), factor)
+    factor = factor_of(x)
+    return Float8(codes_of(x, factor), factor)
 
 
 def decode(stored: Float8) -> Float[Array, "*B H"]:

@@ -12,44 +12,24 @@ from ..head_shards import query_heads
 from ..op import Implementation, Op
 from ..rotary import DeferredRope, parts_of
 from ..sinks import with_sinks
-from ..triton import untimed_group
 from .packed import Bits
 from .types import Attended, CacheShard, Factors, PackedSlots, Rotation
-
-
-def _untimed(q: Any, k: Array, *_: Any, factors: Factors | None = None, **__: Any) -> str | None:
-    """Return a reason to use XLA for `decode_attention`, or None for the kernel."""
-    if factors is not None:
-        return "the kernel has not been timed with 8-bit floats"
-    return untimed_group(parts_of(q)[0].shape[1], k.shape[1])
-
-
-def _untimed_shards(q: Any, caches: Sequence[CacheShard], **_: Any) -> str | None:
-    return untimed_group(parts_of(q)[0].shape[1], sum(len(cache.heads) for cache in caches))
-
-
-def _untimed_codes(q: Array, slots: PackedSlots, visible: Array, **_: Any) -> str | None:
-    return untimed_group(q.shape[1], visible.shape[1])
-
 
 _DECODE = Op(
     "decode_attention",
     __name__,
     gpu=("decode_attention_pallas_triton",),
     tpu=("decode_attention_pallas_mosaic_tpu",),
-    prefer_xla_reason=_untimed,
 )
 _SHARDED = Op(
     "sharded_decode_attention",
     __name__,
     gpu=("sharded_decode_attention_pallas_triton",),
-    prefer_xla_reason=_untimed_shards,
 )
 _PACKED = Op(
     "packed_decode_attention",
     __name__,
     gpu=("packed_decode_attention_pallas_triton",),
-    prefer_xla_reason=_untimed_codes,
 )
 
 

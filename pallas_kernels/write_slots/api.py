@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..op import Implementation, Op
-from ..rotary import DeferredRope
-from .types import SlotUpdate
+from .types import SlotUpdate, Value
 
 _OP = Op("write_slots", __name__, gpu=("pallas_triton",))
 
@@ -16,7 +15,7 @@ _OP = Op("write_slots", __name__, gpu=("pallas_triton",))
 def write_slots(
     arrays: Sequence[Array],
     slot: Int[Array, "B K"],
-    values: Sequence[Array | DeferredRope | int | float],
+    values: Sequence[Value],
     counters: Sequence[Array] = (),
     *,
     live: Bool[Array, " B"] | None = None,
@@ -33,7 +32,7 @@ def write_slots(
         arrays: arrays [B, K, C] or [B, K, C, H], with the same B, K and C.
         slot: slot to write, at least 0. Nothing is written if it is C or more.
         values: per array, [B, K] or [B, K, H] or anything that broadcasts to it. A `DeferredRope` is rotated before it
-            is written.
+            is written. `Float8Codes` and `Float8Factor` are coded before.
         counters: integers [B, K] or [B] to increment by one. `slot` can be one of them.
         live: rows to write. Arrays and counters of other rows do not change. None writes all rows.
         implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see

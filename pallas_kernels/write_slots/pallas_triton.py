@@ -12,17 +12,21 @@ slots per sequence, and 214.9 and 214.3 us for 65856 slots.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from ..float8 import LARGEST, Float8Codes, Float8Factor
 from ..head_shards import is_among, place_among
-from ..rotary import DeferredRope
+from ..rotary import DeferredRope, parts_of
 from ..triton import backend, triton_call, triton_unsupported
-from .types import SlotUpdate
+from .types import SlotUpdate, Value
+
+Kind = Literal["given", "codes", "factor"]
+"""What is written of a value: itself, its 8-bit floats, or their factor."""
 
 
 class Layout(NamedTuple):
@@ -31,6 +35,7 @@ class Layout(NamedTuple):
     Attributes:
         heads: the layer's KV heads that are in this cache.
         parts: number of inputs per array's value: one, or three if it is rotated.
+        kinds: per array, what is written of its value.
         counted: index of the counter that is also the slot, None if none is.
         masked: whether only some rows are written.
         counters: number of counters.
@@ -38,6 +43,7 @@ class Layout(NamedTuple):
 
     heads: tuple[int, ...]
     parts: tuple[int, ...]
+    kinds: tuple[Kind, ...]
     counted: int | None
     masked: bool
     counters: int
@@ -70,27 +76,43 @@ def write_slots(writings: Sequence[SlotUpdate], *, interpret: bool = False) -> l
     for writing in writings:
         # If the slot is also a counter, the kernel reads it from the counter. Passing it twice would require a copy.
         counted = next((i for i, x in enumerate(writing.counters) if x is writing.slot), None)
-        mine, parts = [writing.slot.reshape(-1)] if counted is None else [], []
+        mine = [writing.slot.reshape(-1)] if counted is None else []
+        parts, kinds = [], []
         if writing.live is not None:
             mine.append(writing.live.astype(jnp.int32))
         for array, value in zip(writing.arrays, writing.values, strict=True):
-            shape = (batch, layer_heads, *array.shape[3:])
-            if isinstance(value, DeferredRope):
-                new = [value.x.reshape(-1, shape[-1]), value.cos, value.sin]
-            else:
-                new = [jnp.broadcast_to(jnp.asarray(value, array.dtype), shape).reshape(-1, *shape[2:])]
+            new, kind = _inputs(array, value, batch, layer_heads)
             mine += new
             parts.append(len(new))
+            kinds.append(kind)
         inputs.append(mine)
         folded.append([x.reshape(-1, *x.shape[2:]) for x in writing.arrays] + [x.reshape(-1) for x in writing.counters])
         layouts.append(
-            Layout(tuple(writing.heads), tuple(parts), counted, writing.live is not None, len(writing.counters))
+            Layout(
+                heads=tuple(writing.heads),
+                parts=tuple(parts),
+                kinds=tuple(kinds),
+                counted=counted,
+                masked=writing.live is not None,
+                counters=len(writing.counters),
+            )
         )
     written = _call(inputs, folded, batch=batch, heads=layer_heads, layouts=tuple(layouts), interpret=interpret)
     return [
         [new.reshape(x.shape) for new, x in zip(news, (*writing.arrays, *writing.counters), strict=True)]
         for news, writing in zip(written, writings, strict=True)
     ]
+
+
+def _inputs(array: Array, value: Value, batch: int, heads: int) -> tuple[list[Array], Kind]:
+    """Arrays that the kernel reads for a new value, and what it writes of it."""
+    if isinstance(value, Float8Codes | Float8Factor | DeferredRope):
+        vector = value if isinstance(value, DeferredRope) else value.x
+        x, *tables = parts_of(vector)
+        kind = "codes" if isinstance(value, Float8Codes) else "factor" if isinstance(value, Float8Factor) else "given"
+        return [x.reshape(-1, x.shape[-1]), *tables], kind
+    shape = (batch, heads, *array.shape[3:])
+    return [jnp.broadcast_to(jnp.asarray(value, array.dtype), shape).reshape(-1, *shape[2:])], "given"
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "heads", "layouts", "interpret"))
@@ -165,8 +187,8 @@ def _write(
         index = row if of_rows else at
         counts.append((index, place == 0 if of_rows else place >= 0, counter_ref[index] + step))
     entries = [
-        _entry([next(value_refs) for _ in range(part)], here, row, out_ref)
-        for part, out_ref in zip(layout.parts, out_refs, strict=True)
+        _entry([next(value_refs) for _ in range(part)], kind, here, row, out_ref)
+        for part, kind, out_ref in zip(layout.parts, layout.kinds, out_refs, strict=True)
     ]
     for counter_ref, (index, first, count) in zip(counter_refs, counts, strict=True):
         backend.store(
@@ -181,11 +203,24 @@ def _write(
             backend.store(out_ref.at[*index], value.astype(out_ref.dtype), mask=mask)
 
 
-def _entry(refs: Sequence[Any], here: Array, row: Array, out_ref: Any) -> list[tuple[Any, Array]]:
+def _entry(refs: Sequence[Any], kind: Kind, here: Array, row: Array, out_ref: Any) -> list[tuple[Any, Array]]:
     """Return an array's new values by span of channels; the span is None for arrays without channels."""
-    if out_ref.ndim == 2:
+    if refs[0].ndim == 1:
         return [(None, jnp.broadcast_to(refs[0][here], (1,)))]
-    dim = out_ref.shape[2]
+    vector = _vector(refs, here, row)
+    if kind == "given":
+        return vector
+    wide = [(span, x.astype(jnp.float32)) for span, x in vector]
+    factor = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x)) for _, x in wide)) / LARGEST
+    if kind == "factor":
+        return [(None, jnp.broadcast_to(factor, (1,)))]
+    divisor = jnp.where(factor > 0, factor, 1.0)
+    return [(span, x / divisor) for span, x in wide]
+
+
+def _vector(refs: Sequence[Any], here: Array, row: Array) -> list[tuple[Any, Array]]:
+    """A vector by span of channels, rotated if there are cosines and sines."""
+    dim = refs[0].shape[1]
     if len(refs) == 1:
         return [(pl.ds(0, dim), refs[0][here])]
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)

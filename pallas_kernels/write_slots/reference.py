@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ..float8 import Float8Codes, Float8Factor, codes_of, factor_of
 from ..rotary import DeferredRope
 from .types import SlotUpdate
 
@@ -37,6 +38,10 @@ def _by_row(step: Any, counter: Array) -> Any:
 
 def _of(heads: tuple[int, ...], value: Any) -> Any:
     """Return the values of these heads, if each head has its own."""
+    if isinstance(value, Float8Codes | Float8Factor):
+        x = _of(heads, value.x)
+        factor = factor_of(x)
+        return factor if isinstance(value, Float8Factor) else codes_of(x, factor)
     value = value() if isinstance(value, DeferredRope) else value
     if np.ndim(value) < 2 or value.shape[1] == 1 or heads == tuple(range(value.shape[1])):
         return value

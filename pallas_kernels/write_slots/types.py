@@ -1,11 +1,15 @@
-"""Argument type of `write_sharded_slots`."""
+"""Argument types of `write_sharded_slots`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Int
 
+from ..float8 import Float8Codes, Float8Factor
 from ..rotary import DeferredRope
+
+Value = Array | DeferredRope | Float8Codes | Float8Factor | int | float
+"""A new value of an array, of each sequence and KV head."""
 
 
 class SlotUpdate(NamedTuple):
@@ -26,7 +30,7 @@ class SlotUpdate(NamedTuple):
 
     arrays: Sequence[Array]
     slot: Int[Array, "B K"]
-    values: Sequence[Array | DeferredRope | int | float]
+    values: Sequence[Value]
     counters: Sequence[Array]
     heads: tuple[int, ...]
     live: Bool[Array, " B"] | None = None

@@ -11,6 +11,7 @@ from kernels.interpreter import races_found
 from kernels.lowering import on
 
 from kvjax.pallas_kernels import Attended, DeferredRope, Factors, Rotation, decode_attention
+from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
@@ -198,22 +199,42 @@ def test_what_the_kernels_refuse_of_8_bit_floats():
         decode_attention(q, k, v, weight, scale=1.0, factors=factors, implementation="gpu", interpret=True)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_factors_of_8_bit_floats_may_be_far_apart(splits):
+    """One slot with a tiny value has nearly all of the probability; another value is 0, with factor 0. Queries are large or tiny."""
+    random = np.random.default_rng(0)
+    size, slots, dim = 1, 192, 32
+    q = jnp.asarray(random.normal(size=(size, 4, dim)) * np.asarray([1e-4, 1.0, 3e4, 1.0])[:, None], jnp.bfloat16)
+    codes = [jnp.asarray(random.normal(size=(size, 1, slots, dim)) * 60).astype(jnp.float8_e4m3fn) for _ in "kv"]
+    k_factor = np.full((size, 1, slots), 1e-7)
+    v_factor = random.uniform(0.5, 2, (size, 1, slots))
+    v_factor[..., 70], v_factor[..., 5] = 1e-9, 0.0
+    weight = np.ones((size, 1, slots))
+    weight[..., 70], weight[..., 150:] = 1e15, 0.0
+    factors = Factors(*(to_jax(x, jnp.float32) for x in (k_factor, v_factor)))
+    sizes = {"block": 64, "splits": splits, "warps": 4, "stages": 2}
+    got = decode_attention_pallas_triton.decode_attention(
+        q, *codes, to_jax(weight, jnp.float32), scale=1.0, factors=factors, interpret=True, sizes=sizes
+    )
+    wide = (
+        np.asarray(x.astype(jnp.float32), np.float64) * factor[..., None]
+        for x, factor in zip(codes, (k_factor, v_factor), strict=True)
+    )
+    out, lse, _ = expected(q.astype(jnp.float32), *wide, weight, None, 1.0)
+    np.testing.assert_allclose(got.out.astype(jnp.float32), out, rtol=2e-2, atol=1e-2 * np.abs(out).max())
+    np.testing.assert_allclose(got.logsumexp, lse, rtol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_a_kernel_of_8_bit_floats_is_there_and_is_not_taken_by_itself(caplog):
-    """Lowered for an H200. Until it has been timed, `auto` is XLA."""
+def test_a_gpu_reads_8_bit_floats_by_the_kernel():
     shapes = jax.eval_shape(lambda: draw_shapes(8, 8, 4, 4096, 128))
 
-    def lowered(implementation):
-        def attend(q, k, v, weight, factors):
-            options = {"scale": 0.1, "factors": factors, "implementation": implementation}
-            return decode_attention(q, k, v, weight, **options).out
+    def attend(q, k, v, weight, factors):
+        return decode_attention(q, k, v, weight, scale=0.1, factors=factors).out
 
-        with on(), caplog.at_level("DEBUG", "kvjax.pallas_kernels.op"):
-            return jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-    assert 'name = "decode_attention"' in lowered("gpu")
-    assert 'name = "decode_attention"' not in lowered("auto")
-    assert "xla (the kernel has not been timed with 8-bit floats)" in caplog.text
+    with on():
+        text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert 'name = "decode_attention"' in text
 
 
 def draw_shapes(batch, kv_heads, group, slots, dim):

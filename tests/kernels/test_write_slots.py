@@ -10,7 +10,8 @@ from arrays import to_jax
 from kernels.lowering import on
 
 from kvjax.config import Rope
-from kvjax.pallas_kernels import DeferredRope, SlotUpdate, write_sharded_slots, write_slots
+from kvjax.pallas_kernels import DeferredRope, Float8Codes, Float8Factor, SlotUpdate, write_sharded_slots, write_slots
+from kvjax.pallas_kernels.float8 import FLOAT8
 from kvjax.pallas_kernels.op import Unsupported
 
 ROWS, HEADS, SLOTS, DIM = 2, 3, 7, 16
@@ -54,6 +55,24 @@ def deferred_and_turned(rope, k, pos):
 
 
 class TestWriteSlots:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_codes_vectors_in_8_bit_floats(self, write, dtype):
+        """Keys are rotated before. The vector 0 has factor 0."""
+        _, slot, (k, v) = draw(dtype)
+        v = v.at[0, 1].set(0.0)
+        rope = Rope(tuple(10.0 ** -np.linspace(0, 3, DIM // 2)), 1.1)
+        late, turned = deferred_and_turned(rope, k, to_jax([3, 50], jnp.int32))
+        codes, factors = jnp.zeros((ROWS, HEADS, SLOTS, DIM), FLOAT8), jnp.full((ROWS, HEADS, SLOTS), -1.0)
+        values = [kind(x) for x in (late, v) for kind in (Float8Codes, Float8Factor)]
+        got = write([codes, factors, codes, factors], slot, values)
+        for x, (written_codes, written_factors) in zip((turned, v), (got[:2], got[2:]), strict=True):
+            x = np.asarray(x.astype(jnp.float32), np.float64)
+            largest = np.abs(x).max(axis=-1)
+            np.testing.assert_allclose(written_factors, written(factors, slot, largest / 448), rtol=1e-6)
+            scaled = x * 448 / np.where(largest > 0, largest, 1)[..., None]
+            exact = written(np.zeros(codes.shape), slot, scaled)
+            np.testing.assert_allclose(np.asarray(written_codes.astype(jnp.float32)), exact, rtol=1 / 15, atol=2**-9)
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_writes_one_slot_a_head(self, write, dtype):
         arrays, slot, (k, v) = draw(dtype)

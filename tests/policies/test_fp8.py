@@ -11,13 +11,14 @@ from policies.slots import after_prompt, kept, slots_of
 import kvjax
 from kvjax.cache import float8, layer_specs
 from kvjax.config import PRESETS
+from kvjax.pallas_kernels.float8 import LARGEST
 from kvjax.policies import FP8, Full, PolicyError, Quantized, SnapKV, TreeKV, get_policy, quantized
 
 
 def test_the_numbers_are_those_of_the_format():
     codes = jax.lax.bitcast_convert_type(jnp.arange(127, dtype=jnp.uint8), jnp.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(codes.astype(jnp.float32)), NUMBERS)
-    assert NUMBERS[-1] == float8.LARGEST == 448
+    assert NUMBERS[-1] == LARGEST == 448
 
 
 def test_a_vector_by_hand():

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import LayerCache, PromptKV, Token, TokenBlock, codebook, packing
 from kvjax.cache.codecs import Codec, Floats
-from kvjax.pallas_kernels import Factors, decode_attention
+from kvjax.cache.float8 import Float8
+from kvjax.pallas_kernels import Factors, Float8Codes, Float8Factor, decode_attention, write_slots
 from kvjax.pallas_kernels.masking import MASKED
 from kvjax.pallas_kernels.sinks import with_sinks
 
@@ -82,17 +83,26 @@ class CodedLayer(LowBitLayer[Any]):
         return self._coded(kept), carry
 
     def append(self, state: CodedCache, token: Token) -> CodedCache:
-        slot = token.slot(state.next)
-        own = slot if state.slot_shards == 1 else cache.local_slot(state, slot)
-        rows, heads = (jnp.arange(n, dtype=jnp.int32) for n in slot.shape)
-        return dataclasses.replace(
-            state,
-            k=self.keys.put(state.k, token.k_rotated.astype(self.spec.dtype), own),
-            v=self.values.put(state.v, token.v.astype(self.spec.dtype), own),
-            pos=state.pos.at[rows[:, None], heads[None, :], slot].set(token.position[:, None], mode="drop"),
-            next=state.next + token.count(state.next),
-            seen=state.seen + token.count(state.seen),
+        if self._float8 and state.slot_shards == 1:
+            return self._append_at_once(state, token)
+        at = state.next if state.slot_shards == 1 else cache.local_slot(state, state.next)
+        slot, (k, v) = token.slot(at), (x.astype(self.spec.dtype) for x in (token.k_rotated, token.v))
+        pos, following, seen = write_slots(
+            [state.pos], state.next, [token.position[:, None]], [state.next, state.seen], live=token.live
         )
+        k, v = self.keys.put(state.k, k, slot), self.values.put(state.v, v, slot)
+        return dataclasses.replace(state, k=k, v=v, pos=pos, next=following, seen=seen)
+
+    def _append_at_once(self, state: CodedCache, token: Token) -> CodedCache:
+        """`append` in one kernel, which codes the vectors as well."""
+        arrays = [state.k.codes, state.k.factor, state.v.codes, state.v.factor, state.pos]
+        new: list[Any] = [kind(x) for x in (token.key, token.v) for kind in (Float8Codes, Float8Factor)]
+        new.append(token.position[:, None])
+        *stores, pos, following, seen = write_slots(
+            arrays, state.next, new, [state.next, state.seen], live=token.live
+        )
+        k, v = Float8(*stores[:2]), Float8(*stores[2:])
+        return dataclasses.replace(state, k=k, v=v, pos=pos, next=following, seen=seen)
 
     def attend(self, state: CodedCache, token: Token, carry: Carry) -> tuple[Float[Array, "B N H"], CodedCache, Carry]:
         spec, slots = self.spec, jnp.arange(state.pos.shape[-1], dtype=jnp.int32)
@@ -117,7 +127,7 @@ class CodedLayer(LowBitLayer[Any]):
         counts: Bool[Array, "B K"] | None = None,
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
         """`coded_attention`, by the kernels of `decode_attention` if they read both codecs."""
-        if self.keys == self.values == Floats():
+        if self._float8:
             return float8_attention(q, k, v, state, visible, scale=self.spec.scale, counts=counts)
         codecs = self.keys, self.values
         return coded_attention(q, k, v, state, visible, codecs, scale=self.spec.scale, counts=counts)
@@ -176,6 +186,10 @@ class CodedLayer(LowBitLayer[Any]):
             next=filled.next,
             seen=filled.seen,
         )
+
+    @property
+    def _float8(self) -> bool:
+        return self.keys == self.values == Floats()
 
     @property
     def _run(self) -> int:
