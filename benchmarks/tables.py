@@ -77,11 +77,12 @@ def speed() -> str:
 def beside_vllm() -> str:
     """A conclusion and a table: TPOT and requests per second of kvjax and vLLM, and how many times as fast as vLLM each is.
 
-    Empty if vLLM was not measured. Only rows of the machine, devices, shape and depth that vLLM's latest row has, and equal requests of
-    the size that vLLM ran last.
+    Empty if vLLM was not measured with Llama-3.1-8B's shape. Only rows of this shape and of the machine, devices and depth that vLLM's
+    latest row has, and equal requests of the size that vLLM ran last.
     """
     names = "h100", "h200"
     tokens = [row for name in names for row in rows(f"first-token-{name}.json") if "tpot_ms" in row]
+    tokens = [row for row in tokens if row["shape"] == "llama-3.1-8b"]
     equal = [row for name in names for row in rows(f"throughput-{name}.json") if row["workload"].startswith("same ")]
     theirs = sorted((row for row in (*tokens, *equal) if row["program"] == "vllm"), key=lambda row: row["date"])
     if not theirs:
@@ -382,15 +383,22 @@ def offload() -> str:
     return report.table(heads, lines, "llr")
 
 
+def _of_gpus(name: str) -> list[Row]:
+    """Rows of a benchmark's files of both GPUs, with the GPU's name."""
+    return [row | {"gpu": gpu.upper()} for gpu in ("h100", "h200") for row in rows(f"{name}-{gpu}.json")]
+
+
 def public_calls() -> str:
-    """TTFT, and TPOT where it was measured beside its bound, of public calls on an H100, one row per program and case."""
+    """TTFT, and TPOT where it was measured beside its bound, of public calls on one GPU, one row per program and case."""
 
     def bound(row: dict[str, Any]) -> str:
         found = row.get("bound_experts_read_ms") or row.get("bound_ms")
         return f"{found:.2f} ({row['tpot_ms'] / found:.2f} ×)" if found else ""
 
+    measured = _of_gpus("first-token")
     lines = [
         [
+            row["gpu"],
             row["program"],
             f"`{row['shape']}`" + ", experts in MXFP4" * (row.get("weights") == "mxfp4"),
             f"`{row['policy']}`",
@@ -399,18 +407,17 @@ def public_calls() -> str:
             f"{row['tpot_ms']:.2f}" if "tpot_ms" in row else "",
             bound(row),
         ]
-        for row in rows("first-token-h100.json")
+        for row in measured
+        if row.get("devices", 1) == 1
     ]
     return report.table(
-        ["program", "shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms", "bound, ms"], lines, "llllr"
+        ["GPU", "program", "shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms", "bound, ms"], lines, "lllllr"
     )
 
 
 def requests() -> str:
     """Many requests through a running batch: the latest measurement of each workload, GPU and policy."""
-    measured: list[Row] = [
-        row | {"gpu": name.upper()} for name in ("h100", "h200") for row in rows(f"throughput-{name}.json")
-    ]
+    measured = _of_gpus("throughput")
     latest = {(row["gpu"], row["workload"], row["program"], row["policy"]): row for row in measured}
     lines = [
         [
@@ -460,6 +467,29 @@ def serving() -> str:
     ]
     heads = ["requests", "server", "tokens/s", "requests/s", "TTFT, median, s", "TTFT, 99 %, s"]
     return f"{conclusion}\n\n{report.table(heads, lines, 'llr')}"
+
+
+def prefixes() -> str:
+    """A conclusion and a table: TTFT of a server's first request with a prefix, and the median once it is stored."""
+    measured = sorted(rows("serving-prefix-h200.json"), key=lambda row: (row["shared"], row["seed"]))
+    ratios: dict[int, list[float]] = {}
+    for row in measured:
+        ratios.setdefault(row["shared"], []).append(row["ttft_p50"] / row["ttft_first"])
+    told = [f"{min(each):.2f} to {max(each):.2f} times with {shared:,} tokens" for shared, each in ratios.items()]
+    conclusion = (
+        f"**Time to the first token with a stored prefix beside that of the first request: {'; '.join(told)}.**"
+    )
+    lines = [
+        [
+            f"{row['shared']:,}",
+            f"{row['ttft_first']:.3f}",
+            f"{row['ttft_p50']:.3f}",
+            f"{row['ttft_p50'] / row['ttft_first']:.2f}",
+        ]
+        for row in measured
+    ]
+    table = report.table(["shared tokens", "TTFT, first request, s", "TTFT, median, s", "ratio"], lines, "r")
+    return f"{conclusion}\n\n{table}"
 
 
 def soak() -> str:
@@ -540,7 +570,7 @@ def peers() -> str:
 
 def kernels() -> str:
     """Time of every public kernel beside XLA and the best alternative, and as a fraction of the bandwidth bound."""
-    files = "kernels-h200.json", "kernels-reading-h200.json"
+    files = "kernels-h200.json", "kernels-reading-h200.json", "kernels-groups-h200.json"
     measured = [row for name in files for row in rows(name) if hasattr(pallas_kernels, row["operation"])]
     lines = []
     for case in dict.fromkeys((row["operation"], row["shape"], row["dtype"]) for row in measured):
