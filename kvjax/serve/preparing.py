@@ -225,14 +225,17 @@ class Preparer:
         if schema is None and functions is None:
             return None
         field = "tool_choice" if schema is None else "response_format"
-        if not self._masked or self.grammars is None:
+        if not self._masked:
             raise APIError(400, f"this server has no grammars; omit {field}", param=field)
+        grammars = self.grammars
+        if isinstance(grammars, str):
+            raise APIError(400, f"this server has no grammars, since {grammars}; omit {field}", param=field)
         how = {"thoughts": parsing.thoughts, "opened": parsing.opened}
         if schema is not None:
-            return self.grammars.json(schema, **how)
+            return grammars.json(schema, **how)
         assert functions is not None
         assert parsing.tools is not None
-        return self.grammars.calls(parsing.tools, functions, several=request.parallel_tool_calls is not False, **how)
+        return grammars.calls(parsing.tools, functions, several=request.parallel_tool_calls is not False, **how)
 
     def _functions(self, request: ChatRequest) -> dict[str, dict[str, Any] | None] | None:
         """The functions of which the answer must call one, with the schemas of their arguments; None if it need not."""
@@ -254,11 +257,14 @@ class Preparer:
         return found
 
     @functools.cached_property
-    def grammars(self) -> Grammars | None:
-        """Makes grammars; None if the model has no tokenizer. It takes a second to make them for a large vocabulary."""
+    def grammars(self) -> Grammars | str:
+        """Makes grammars, or says why it cannot. It takes a second to make them for a large vocabulary."""
         if self.tokenizer is None:
-            return None
-        return Grammars(self.tokenizer, self.params.config.vocab_size, self.params.config.eos)
+            return "the model has no tokenizer"
+        try:
+            return Grammars(self.tokenizer, self.params.config.vocab_size, self.params.config.eos)
+        except ValueError as error:
+            return f"llguidance does not support the model's tokenizer ({error})"
 
     def chat_ids(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None, *, opened: bool = True

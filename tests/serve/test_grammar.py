@@ -58,6 +58,25 @@ def talking(talker: Params) -> Iterator[Client]:
         yield client
 
 
+def test_a_tokenizer_that_is_not_supported(client: Client) -> None:
+    reply = client.post("/v1/chat/completions", CHAT | {"max_tokens": 4} | form(SCHEMA))
+    assert (reply.status, reply.json["error"]["param"]) == (400, "response_format")
+    assert "llguidance does not support the model's tokenizer" in reply.json["error"]["message"]
+
+
+def test_answers_of_langchain_are_json_of_the_schema(talking: Client) -> None:
+    chat_model = pytest.importorskip("langchain_openai").ChatOpenAI
+    transport = pytest.importorskip("httpx2").ASGITransport(app=talking.app)
+
+    async def ask() -> Any:
+        http = pytest.importorskip("openai").DefaultAsyncHttpxClient(transport=transport)
+        options = {"model": "tiny", "api_key": "none", "max_retries": 0, "http_async_client": http}
+        model = chat_model(base_url="http://localhost/v1", **options)
+        return await model.with_structured_output(SCHEMA | {"title": "t"}, method="json_schema").ainvoke("hello")
+
+    assert set(talking.run(ask())) == {"a", "b"}
+
+
 def test_answers_are_json_of_the_schema(talking: Client) -> None:
     """And their neighbours' tokens are those that they have alone."""
     plain = CHAT | {"max_tokens": 20, "return_token_ids": True, "logprobs": True}

@@ -85,3 +85,19 @@ def test_models_and_errors(ask: Any, openai: Any) -> None:
     assert refused.value.param == "logit_bias"
     with pytest.raises(openai.BadRequestError):
         ask(lambda api: api.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10**6, stream=True))
+
+
+def test_langchain(client: Client, openai: Any) -> None:
+    """LangChain's chat model, whole and in pieces."""
+    chat_model = pytest.importorskip("langchain_openai").ChatOpenAI
+    transport = pytest.importorskip("httpx2").ASGITransport(app=client.app)
+
+    async def talk() -> tuple[Any, list[Any]]:
+        http = openai.DefaultAsyncHttpxClient(transport=transport)
+        options = {"model": "tiny", "api_key": "none", "temperature": 0, "max_retries": 0, "http_async_client": http}
+        model = chat_model(base_url="http://localhost/v1", max_completion_tokens=8, **options)
+        return await model.ainvoke("abc"), [piece async for piece in model.astream("abc")]
+
+    whole, pieces = client.run(talk())
+    assert 1 <= whole.usage_metadata["output_tokens"] <= 8
+    assert "".join(piece.content for piece in pieces) == whole.content

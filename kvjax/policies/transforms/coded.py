@@ -98,9 +98,7 @@ class CodedLayer(LowBitLayer[Any]):
         arrays = [state.k.codes, state.k.factor, state.v.codes, state.v.factor, state.pos]
         new: list[Any] = [kind(x) for x in (token.key, token.v) for kind in (Float8Codes, Float8Factor)]
         new.append(token.position[:, None])
-        *stores, pos, following, seen = write_slots(
-            arrays, state.next, new, [state.next, state.seen], live=token.live
-        )
+        *stores, pos, following, seen = write_slots(arrays, state.next, new, [state.next, state.seen], live=token.live)
         k, v = Float8(*stores[:2]), Float8(*stores[2:])
         return dataclasses.replace(state, k=k, v=v, pos=pos, next=following, seen=seen)
 
