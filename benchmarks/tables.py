@@ -406,12 +406,15 @@ def public_calls() -> str:
             f"{row['ttft_s']:.3f}",
             f"{row['tpot_ms']:.2f}" if "tpot_ms" in row else "",
             bound(row),
+            str(len(row["calls_1"])),
         ]
         for row in measured
         if row.get("devices", 1) == 1
     ]
     return report.table(
-        ["GPU", "program", "shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms", "bound, ms"], lines, "lllllr"
+        ["GPU", "program", "shape", "policy", "prompt × rows", "TTFT, s", "TPOT, ms", "bound, ms", "calls"],
+        lines,
+        "lllllr",
     )
 
 
@@ -572,6 +575,8 @@ def kernels() -> str:
     """Time of every public kernel beside XLA and the best alternative, and as a fraction of the bandwidth bound."""
     files = "kernels-h200.json", "kernels-reading-h200.json", "kernels-groups-h200.json"
     measured = [row for name in files for row in rows(name) if hasattr(pallas_kernels, row["operation"])]
+    operations = list(dict.fromkeys(row["operation"] for row in measured))
+    measured.sort(key=lambda row: operations.index(row["operation"]))
     lines = []
     for case in dict.fromkeys((row["operation"], row["shape"], row["dtype"]) for row in measured):
         here = {

@@ -47,6 +47,16 @@ def hopper() -> bool:
     )
 
 
+def float8_unsupported() -> str | None:
+    """Return why kernels do not convert 8-bit floats on the GPU that programs traced now are for, or None if they do.
+
+    Instructions for it need compute capability 8.9. The kernels have run on Hopper GPUs only.
+    """
+    if target().platform != "gpu" or hopper():
+        return None
+    return f"8-bit floats need a Hopper GPU, not {target().kind}"
+
+
 def tpu_layout(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the axes of a program's argument as a TPU stores them, from the outermost to the innermost.
 

@@ -1,4 +1,4 @@
-"""Keys and values in 8-bit floats with one factor per vector, see `kvjax.pallas_kernels.float8`."""
+"""Keys and values in 8-bit floats with one factor per vector. `kvjax.pallas_kernels.float8` has the format."""
 
 from typing import Any
 

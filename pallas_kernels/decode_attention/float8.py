@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3) in Triton kernels, which multiply them as float16. All of them are numbers of float16.
+"""8-bit floats (e4m3) in Triton kernels. Kernels multiply them as float16, or as float32 if queries are float32.
 
 Values are read as pairs of neighbouring channels. Matrix units get values by columns, for which hardware only transposes
 entries of 16 bits. A pair is one such entry, and is taken apart in registers.

@@ -53,6 +53,9 @@ class Rotation(NamedTuple):
 class Factors(NamedTuple):
     """Factors by which keys and values in 8-bit floats are multiplied, in float32.
 
+    The largest code of each value should be near 448, as `Float8Codes` makes it, or its factor 0. The GPU kernel drops a
+    slot whose probability times factor is below 2^-24 of the largest one beside it.
+
     Attributes:
         k: factor of each slot's key.
         v: factor of each slot's value.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from ..device import float8_unsupported
 from ..float8 import LARGEST, Float8Codes, Float8Factor
 from ..head_shards import is_among, place_among
 from ..rotary import DeferredRope, parts_of
@@ -63,7 +64,11 @@ def unsupported_reason(writings: Sequence[SlotUpdate]) -> str | None:
     """Return why this kernel does not support a case, or None if it does."""
     if reason := triton_unsupported():
         return reason
-    for dim in (x.shape[3] for writing in writings for x in writing.arrays if x.ndim == 4):
+    coded = [x for writing in writings for x in writing.values if isinstance(x, Float8Codes | Float8Factor)]
+    if coded and (reason := float8_unsupported()):
+        return reason
+    vectors = [x for writing in writings for x in writing.arrays if x.ndim == 4]
+    for dim in [x.shape[3] for x in vectors] + [parts_of(value.x)[0].shape[-1] for value in coded]:
         if dim & (dim - 1) or dim < 16:
             return f"head dim {dim} is not a power of two of at least 16"
     return None
@@ -109,6 +114,7 @@ def _inputs(array: Array, value: Value, batch: int, heads: int) -> tuple[list[Ar
     if isinstance(value, Float8Codes | Float8Factor | DeferredRope):
         vector = value if isinstance(value, DeferredRope) else value.x
         x, *tables = parts_of(vector)
+        x = jnp.broadcast_to(x, (batch, heads, x.shape[-1]))
         kind = "codes" if isinstance(value, Float8Codes) else "factor" if isinstance(value, Float8Factor) else "given"
         return [x.reshape(-1, x.shape[-1]), *tables], kind
     shape = (batch, heads, *array.shape[3:])

@@ -14,7 +14,7 @@ from kvjax.pallas_kernels import Attended, DeferredRope, Factors, Rotation, deco
 from kvjax.pallas_kernels.decode_attention import decode_attention_pallas_triton
 from kvjax.pallas_kernels.op import Unsupported
 
-TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 2e-2}
 
 
 def draw(seed, batch, kv_heads, group, slots, dim, dtype, rotated):
@@ -170,7 +170,13 @@ def draw_float8(seed, batch, kv_heads, group, slots, dim, dtype):
 
 
 # batch, KV heads, query heads for each, slots, head dim, dtype
-FLOAT8 = [(2, 3, 1, 96, 64, "float32"), (2, 2, 4, 160, 64, "bfloat16"), (1, 5, 8, 75, 16, "float32")]
+FLOAT8 = [
+    (2, 3, 1, 96, 64, "float32"),
+    (2, 2, 4, 160, 64, "bfloat16"),
+    (1, 2, 6, 160, 64, "bfloat16"),
+    (1, 2, 4, 300, 64, "float16"),
+    (1, 5, 8, 75, 16, "float32"),
+]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "gpu"])
@@ -178,14 +184,16 @@ FLOAT8 = [(2, 3, 1, 96, 64, "float32"), (2, 2, 4, 160, 64, "bfloat16"), (1, 5, 8
 def test_8_bit_floats_are_multiplied_by_their_factors(implementation, case):
     """Ragged caches, free slots with NaN in codes and factors: against the same numbers in float64."""
     q, k, v, weight, factors = draw_float8(sum(case[:5]), *case)
-    options = {"implementation": implementation, "interpret": implementation != "xla"}
-    got = decode_attention(q, k, v, weight, scale=0.2, factors=factors, **options)
+    options = {"scale": 0.2, "factors": factors, "implementation": implementation, "interpret": implementation != "xla"}
+    got = decode_attention(q, k, v, weight, **options)
     wide = (
         np.asarray(x.astype(jnp.float32), np.float64) * np.asarray(factor)[..., None]
         for x, factor in zip((k, v), factors, strict=True)
     )
-    out, lse, _ = expected(q.astype(jnp.float32), *wide, weight, None, 0.2)
+    out, lse, probs = expected(q.astype(jnp.float32), *wide, weight, None, 0.2)
     assert got.out.dtype == case[-1]
+    shown = decode_attention(q, k, v, weight, probs=True, **options).probs
+    np.testing.assert_allclose(shown, probs, atol=TOLERANCE[case[-1]])
     np.testing.assert_allclose(got.out.astype(jnp.float32), out, atol=TOLERANCE[case[-1]])
     np.testing.assert_allclose(got.logsumexp, lse, atol=TOLERANCE[case[-1]])
 
@@ -225,16 +233,34 @@ def test_factors_of_8_bit_floats_may_be_far_apart(splits):
     np.testing.assert_allclose(got.logsumexp, lse, rtol=1e-4)
 
 
+def test_queries_of_8_bit_floats_are_rotated_on_the_way():
+    q, k, v, weight, factors = draw_float8(3, 2, 2, 4, 96, 16, "bfloat16")
+    angle = np.asarray([[3.0], [50.0]]) * np.logspace(0, -2, 8)
+    turned = DeferredRope(q, to_jax(np.cos(angle), jnp.float32), to_jax(np.sin(angle), jnp.float32))
+    options = {"scale": 0.2, "factors": factors}
+    late = decode_attention(turned, k, v, weight, implementation="gpu", interpret=True, **options)
+    before = decode_attention(turned(), k, v, weight, implementation="xla", **options)
+    np.testing.assert_allclose(late.out.astype(np.float32), before.out.astype(np.float32), atol=TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 512])
+def test_a_head_has_few_parts(heads):
+    """One program combines them."""
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+        assert decode_attention_pallas_triton._sizes(heads, 65536, 128, dtype, False)["splits"] <= 128
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_a_gpu_reads_8_bit_floats_by_the_kernel():
+@pytest.mark.parametrize(("kind", "taken"), [("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", False)])
+def test_a_hopper_gpu_reads_8_bit_floats_by_the_kernel(kind, taken):
     shapes = jax.eval_shape(lambda: draw_shapes(8, 8, 4, 4096, 128))
 
     def attend(q, k, v, weight, factors):
         return decode_attention(q, k, v, weight, scale=0.1, factors=factors).out
 
-    with on():
+    with on(kind):
         text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert 'name = "decode_attention"' in text
+    assert ('name = "decode_attention"' in text) == taken
 
 
 def draw_shapes(batch, kv_heads, group, slots, dim):

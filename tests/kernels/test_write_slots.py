@@ -82,6 +82,14 @@ class TestWriteSlots:
             assert new.dtype == array.dtype
             np.testing.assert_array_equal(new, written(array, slot, value))
 
+    def test_vectors_that_all_heads_share_are_coded(self, write):
+        _, slot, (k, _) = draw("float32")
+        arrays = [jnp.zeros((ROWS, HEADS, SLOTS, DIM), FLOAT8), jnp.zeros((ROWS, HEADS, SLOTS))]
+        shared, each = k[:, :1], jnp.broadcast_to(k[:, :1], k.shape)
+        got, expected = (write(arrays, slot, [Float8Codes(x), Float8Factor(x)]) for x in (shared, each))
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_turns_keys_as_rope_does(self, write, dtype):
         (keys, *_), slot, (k, _) = draw(dtype)
@@ -158,3 +166,18 @@ def test_who_cannot_serve_says_why():
     arrays = [to_jax(np.zeros((1, 2, 4, 24)), jnp.float32)]
     with pytest.raises(Unsupported, match="head dim 24 is not a power of two"):
         write_slots(arrays, to_jax(np.zeros((1, 2)), jnp.int32), [0.0], implementation="gpu", interpret=True)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_what_the_kernel_refuses_of_8_bit_floats():
+    array, slot, vector = jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2, 96))
+    with pytest.raises(Unsupported, match="head dim 96"):
+        write_slots([array], slot, [Float8Factor(vector)], implementation="gpu", interpret=True)
+    codes = jax.ShapeDtypeStruct((1, 2, 4, 16), FLOAT8)
+    for kind, taken in (("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", False)):
+        with on(kind):
+            traced = jax.jit(lambda x, at, new: write_slots([x], at, [Float8Codes(new)])).trace(
+                codes, slot, vector[..., :16]
+            )
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ('name = "write_slots"' in text) == taken

@@ -83,7 +83,7 @@ class CodedLayer(LowBitLayer[Any]):
         return self._coded(kept), carry
 
     def append(self, state: CodedCache, token: Token) -> CodedCache:
-        if self._float8 and state.slot_shards == 1:
+        if self._float8 and state.slot_shards == 1 and token.v.dtype == self.spec.dtype:
             return self._append_at_once(state, token)
         at = state.next if state.slot_shards == 1 else cache.local_slot(state, state.next)
         slot, (k, v) = token.slot(at), (x.astype(self.spec.dtype) for x in (token.k_rotated, token.v))
@@ -94,7 +94,7 @@ class CodedLayer(LowBitLayer[Any]):
         return dataclasses.replace(state, k=k, v=v, pos=pos, next=following, seen=seen)
 
     def _append_at_once(self, state: CodedCache, token: Token) -> CodedCache:
-        """`append` in one kernel, which codes the vectors as well."""
+        """`append` in one call of `write_slots`, which codes the vectors as well."""
         arrays = [state.k.codes, state.k.factor, state.v.codes, state.v.factor, state.pos]
         new: list[Any] = [kind(x) for x in (token.key, token.v) for kind in (Float8Codes, Float8Factor)]
         new.append(token.position[:, None])
