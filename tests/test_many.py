@@ -44,6 +44,13 @@ def test_options_of_each_prompt(policy, top_k, tiny):
         np.testing.assert_allclose(result.logprobs, alone.logprobs, atol=2e-5)
 
 
+def test_long_prompts_begin_first(tiny):
+    given = prompts(5)
+    found = [i for i, _ in kvjax.iterate(tiny, given, rows=1, max_new_tokens=[4, 2, 2, 2, 2], ignore_eos=True)]
+    assert found == [0, *sorted(range(1, 5), key=lambda i: -len(given[i]))]
+    assert found != list(range(5))
+
+
 def test_results_as_they_finish(tiny):
     given = prompts(6)
     told = []
