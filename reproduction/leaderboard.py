@@ -13,7 +13,7 @@ A budget means something else to each method. There are three conventions:
 - `--prompt-shares`: each policy keeps a share of the prompt's tokens, and all new tokens in addition (kvpress' compression ratio).
 - `--read-shares`: each policy that holds all tokens lets a query read a share of the prompt's tokens.
 
-The page lists the policies that cannot hold so little. The prompt is compressed before its question is known (question-agnostic), and at
+The page lists the policies that do not run at a share. The prompt is compressed before its question is known (question-agnostic), and at
 `--prompt-shares` with the question as well (question-aware). `--seeing` names the policies for which this is done with all shares.
 
 All tasks of a suite share one compiled program for each policy and share. Except on GPUs, programs are compiled in threads while others run.

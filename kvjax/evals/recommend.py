@@ -313,7 +313,7 @@ def shortlist(
             if is_fitting:
                 found.setdefault(fitted, Contender(fitted, target, held, full_bytes))
             elif target == limit:
-                excluded[str(policy)] = f"holds {100 * held / full_bytes:.1f} % at the least"
+                excluded[str(policy)] = f"needs at least {100 * held / full_bytes:.1f} %"
                 break
     return list(found.values()), excluded
 

@@ -328,7 +328,7 @@ def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> 
 
 
 def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Policies whose smallest cache is larger than a share."""
+    """Policies that do not run at a share, with the reason."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         shares = found.setdefault((row["policy"], row["why"]), [])
@@ -338,7 +338,7 @@ def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
         f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in shares)}: {why}"
         for (policy, why), shares in found.items()
     ]
-    return "These policies cannot hold so little:\n\n" + "\n".join(lines) + "\n"
+    return "These policies do not run at some shares:\n\n" + "\n".join(lines) + "\n"
 
 
 def _not_run(rows: Sequence[Mapping[str, Any]]) -> str:
