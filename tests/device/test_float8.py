@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Factors, decode_attention
+from kvjax.pallas_kernels import DeferredRope, Factors, Float8Codes, Float8Factor, decode_attention, write_slots
 from kvjax.pallas_kernels.device import target
 
 
@@ -39,3 +39,30 @@ def test_the_kernel_is_attention_over_the_numbers(batch, slots):
     )()
     np.testing.assert_allclose(attend("auto").astype(jnp.float32), want, atol=2e-2)
     np.testing.assert_allclose(attend("xla").astype(jnp.float32), want, atol=2e-2)
+
+
+def test_vectors_are_coded_as_xla_does():
+    """Written by the kernel, with rotated keys. A quotient may be rounded otherwise, so a few codes may be neighbours."""
+    batch, kv_heads, slots, dim = 4, 8, 256, 128
+    keys = jax.random.split(jax.random.key(0), 3)
+    k, v = (3 * jax.random.normal(key, (batch, kv_heads, dim), jnp.bfloat16) for key in keys[:2])
+    angle = jnp.linspace(0, 50, batch)[:, None] * jnp.logspace(0, -4, dim // 2)
+    key = DeferredRope(k, jnp.cos(angle), jnp.sin(angle))
+    slot = jax.random.randint(keys[2], (batch, kv_heads), 0, slots + 8)
+
+    def written(implementation):
+        arrays = [
+            jnp.zeros((batch, kv_heads, slots, dim), jnp.float8_e4m3fn),
+            jnp.zeros((batch, kv_heads, slots)),
+        ] * 2
+        values = [kind(x) for x in (key, v) for kind in (Float8Codes, Float8Factor)]
+        return jax.jit(lambda: write_slots(arrays, slot, values, implementation=implementation))()
+
+    for i, (got, want) in enumerate(zip(written("auto"), written("xla"), strict=True)):
+        got, want = (np.asarray(x.astype(jnp.float32)) for x in (got, want))
+        if i % 2:  # factors; keys may be rounded to a neighbour after their rotation
+            np.testing.assert_allclose(got, want, rtol=1e-2)
+            continue
+        assert np.count_nonzero(want) > 0
+        np.testing.assert_allclose(got, want, rtol=1 / 7, atol=2**-8)
+        assert np.mean(got != want) < 0.01
