@@ -499,7 +499,7 @@ def soak() -> str:
     """What a server under load did, by check."""
     (row,) = rows("soak-cpu.json")
     counts = row["requests"]
-    told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    told = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda each: -each[1]))
     lines = [
         ["requests", told],
         ["answers other than an idle server's", str(len(row["wrong"]))],

@@ -50,7 +50,8 @@ def hopper() -> bool:
 def float8_unsupported() -> str | None:
     """Return why kernels do not convert 8-bit floats on the GPU that programs traced now are for, or None if they do.
 
-    Instructions for it need compute capability 8.9. The kernels have run on Hopper GPUs only.
+    Instructions for it need compute capability 8.9. The kernels have run on Hopper GPUs only. Interpret mode is refused on other
+    GPUs as well.
     """
     if target().platform != "gpu" or hopper():
         return None

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from .tools import tool_format
 
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of `/v1/completions`, as OpenAI's."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +267,9 @@ class Preparer:
         try:
             return Grammars(self.tokenizer, self.params.config.vocab_size, self.params.config.eos)
         except ValueError as error:
-            return f"llguidance does not support the model's tokenizer ({error})"
+            reason = f"llguidance does not support the model's tokenizer ({str(error).splitlines()[0]})"
+            log.warning("response_format and tool_choice: %s", reason)
+            return reason
 
     def chat_ids(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None, *, opened: bool = True

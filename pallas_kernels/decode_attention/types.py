@@ -53,8 +53,8 @@ class Rotation(NamedTuple):
 class Factors(NamedTuple):
     """Factors by which keys and values in 8-bit floats are multiplied, in float32.
 
-    The largest code of each value should be near 448, as `Float8Codes` makes it, or its factor 0. The GPU kernel drops a
-    slot whose probability times factor is below 2^-24 of the largest one beside it.
+    The largest code of a value should be near 448, as `Float8Codes` makes it. A zero vector has factor 0. With 16-bit queries,
+    the GPU kernel rounds a slot's weight to zero if probability times factor is below about 2^-24 of the largest.
 
     Attributes:
         k: factor of each slot's key.

@@ -32,7 +32,8 @@ def write_slots(
         arrays: arrays [B, K, C] or [B, K, C, H], with the same B, K and C.
         slot: slot to write, at least 0. Nothing is written if it is C or more.
         values: per array, [B, K] or [B, K, H] or anything that broadcasts to it. A `DeferredRope` is rotated before it
-            is written. `Float8Codes` and `Float8Factor` are coded as 8-bit floats, after a deferred rotation.
+            is written. `Float8Codes` writes vectors as 8-bit floats, and `Float8Factor` writes their factors. A
+            deferred rotation is applied first.
         counters: integers [B, K] or [B] to increment by one. `slot` can be one of them.
         live: rows to write. Arrays and counters of other rows do not change. None writes all rows.
         implementation: "auto" picks the GPU's Pallas kernel if it supports the case, else XLA; see

@@ -335,7 +335,7 @@ def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["target"] not in shares:
             shares.append(row["target"])
     lines = [
-        f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in shares)}: {why}"
+        f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in sorted(shares, reverse=True))}: {why}"
         for (policy, why), shares in found.items()
     ]
     return "These policies do not run at some shares:\n\n" + "\n".join(lines) + "\n"

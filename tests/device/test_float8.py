@@ -1,4 +1,4 @@
-"""The kernel that reads 8-bit floats in place, compiled for a GPU."""
+"""Kernels that read and write 8-bit floats in place, compiled for a Hopper GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import DeferredRope, Factors, Float8Codes, Float8Factor, decode_attention, write_slots
-from kvjax.pallas_kernels.device import target
+from kvjax.pallas_kernels.device import hopper
+
+
+@pytest.fixture(autouse=True)
+def needs_a_hopper_gpu():
+    if not hopper():
+        pytest.skip("the kernels need a Hopper GPU")
 
 
 @pytest.mark.parametrize(("batch", "slots"), [(1, 4096), (8, 32768)])
 def test_the_kernel_is_attention_over_the_numbers(batch, slots):
     """Compiled, at the heads of Llama-3.1-8B with ragged rows: as attention in float32 over the same numbers."""
-    if target().platform != "gpu":
-        pytest.skip("the kernel is for a GPU")
     kv_heads, group, dim = 8, 4, 128
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (batch, kv_heads * group, dim), jnp.bfloat16)
@@ -37,12 +41,12 @@ def test_the_kernel_is_attention_over_the_numbers(batch, slots):
             ).out
         )
     )()
-    np.testing.assert_allclose(attend("auto").astype(jnp.float32), want, atol=2e-2)
+    np.testing.assert_allclose(attend("gpu").astype(jnp.float32), want, atol=2e-2)
     np.testing.assert_allclose(attend("xla").astype(jnp.float32), want, atol=2e-2)
 
 
 def test_vectors_are_coded_as_xla_does():
-    """Written by the kernel, with rotated keys. A quotient may be rounded otherwise, so a few codes may be neighbours."""
+    """Written by the kernel, with rotated keys. A quotient may be rounded differently, so a few codes may be neighbours."""
     batch, kv_heads, slots, dim = 4, 8, 256, 128
     keys = jax.random.split(jax.random.key(0), 3)
     k, v = (3 * jax.random.normal(key, (batch, kv_heads, dim), jnp.bfloat16) for key in keys[:2])
@@ -58,11 +62,11 @@ def test_vectors_are_coded_as_xla_does():
         values = [kind(x) for x in (key, v) for kind in (Float8Codes, Float8Factor)]
         return jax.jit(lambda: write_slots(arrays, slot, values, implementation=implementation))()
 
-    for i, (got, want) in enumerate(zip(written("auto"), written("xla"), strict=True)):
+    for i, (got, want) in enumerate(zip(written("gpu"), written("xla"), strict=True)):
         got, want = (np.asarray(x.astype(jnp.float32)) for x in (got, want))
-        if i % 2:  # factors; keys may be rounded to a neighbour after their rotation
-            np.testing.assert_allclose(got, want, rtol=1e-2)
+        rotated = i < 2  # rotated keys may be rounded to a neighbour in bfloat16, the largest number among them
+        if i % 2:
+            np.testing.assert_allclose(got, want, rtol=1e-2 if rotated else 1e-6)
             continue
-        assert np.count_nonzero(want) > 0
         np.testing.assert_allclose(got, want, rtol=1 / 7, atol=2**-8)
-        assert np.mean(got != want) < 0.01
+        assert np.count_nonzero(got != want) < (0.1 if rotated else 0.01) * np.count_nonzero(want)

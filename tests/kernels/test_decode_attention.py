@@ -193,7 +193,7 @@ def test_8_bit_floats_are_multiplied_by_their_factors(implementation, case):
     out, lse, probs = expected(q.astype(jnp.float32), *wide, weight, None, 0.2)
     assert got.out.dtype == case[-1]
     shown = decode_attention(q, k, v, weight, probs=True, **options).probs
-    np.testing.assert_allclose(shown, probs, atol=TOLERANCE[case[-1]])
+    np.testing.assert_allclose(shown, probs, rtol=3e-2, atol=1e-5)
     np.testing.assert_allclose(got.out.astype(jnp.float32), out, atol=TOLERANCE[case[-1]])
     np.testing.assert_allclose(got.logsumexp, lse, atol=TOLERANCE[case[-1]])
 

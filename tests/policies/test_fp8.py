@@ -130,3 +130,18 @@ def test_it_is_written_as_text(text, tiny):
 def test_what_does_not_go(make, says):
     with pytest.raises(PolicyError, match=says):
         make()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_tokens_are_rounded_to_the_dtype_of_the_cache(dtype):
+    (spec,) = layer_specs(TINY.with_depth(1), 1, 32, 8, dtype)[:1]
+    layer = FP8().layer(spec)
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, spec.num_heads, spec.head_dim)).astype(np.float32)
+    k, v = (jnp.asarray(x[:, : spec.num_kv_heads]) for x in (k, v))
+    token = kvjax.cache.Token(jnp.asarray(q), k, v, jnp.asarray([3]), spec.rope)
+    state = jax.jit(layer.append)(layer.init(), token)
+    want = float8.encode(v.astype(dtype))
+    np.testing.assert_array_equal(state.v.factor[:, :, 0], want.factor)
+    np.testing.assert_array_equal(state.v.codes[:, :, 0].astype(jnp.float32), want.codes.astype(jnp.float32))
+    exact = float8.encode(v).factor
+    assert (dtype == "float32") == bool((exact == want.factor).all())

@@ -65,14 +65,15 @@ def test_a_tokenizer_that_is_not_supported(client: Client) -> None:
 
 
 def test_answers_of_langchain_are_json_of_the_schema(talking: Client) -> None:
+    openai = pytest.importorskip("openai")
     chat_model = pytest.importorskip("langchain_openai").ChatOpenAI
     transport = pytest.importorskip("httpx2").ASGITransport(app=talking.app)
 
     async def ask() -> Any:
-        http = pytest.importorskip("openai").DefaultAsyncHttpxClient(transport=transport)
-        options = {"model": "tiny", "api_key": "none", "max_retries": 0, "http_async_client": http}
-        model = chat_model(base_url="http://localhost/v1", **options)
-        return await model.with_structured_output(SCHEMA | {"title": "t"}, method="json_schema").ainvoke("hello")
+        async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
+            options = {"model": "tiny", "api_key": "none", "max_retries": 0, "http_async_client": http}
+            model = chat_model(base_url="http://localhost/v1", **options)
+            return await model.with_structured_output(SCHEMA | {"title": "t"}, method="json_schema").ainvoke("hello")
 
     assert set(talking.run(ask())) == {"a", "b"}
 

@@ -93,10 +93,12 @@ def test_langchain(client: Client, openai: Any) -> None:
     transport = pytest.importorskip("httpx2").ASGITransport(app=client.app)
 
     async def talk() -> tuple[Any, list[Any]]:
-        http = openai.DefaultAsyncHttpxClient(transport=transport)
-        options = {"model": "tiny", "api_key": "none", "temperature": 0, "max_retries": 0, "http_async_client": http}
-        model = chat_model(base_url="http://localhost/v1", max_completion_tokens=8, **options)
-        return await model.ainvoke("abc"), [piece async for piece in model.astream("abc")]
+        async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
+            options = {"model": "tiny", "api_key": "none", "temperature": 0, "max_retries": 0}
+            model = chat_model(
+                base_url="http://localhost/v1", max_completion_tokens=8, http_async_client=http, **options
+            )
+            return await model.ainvoke("abc"), [piece async for piece in model.astream("abc")]
 
     whole, pieces = client.run(talk())
     assert 1 <= whole.usage_metadata["output_tokens"] <= 8
