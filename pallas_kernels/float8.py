@@ -37,7 +37,7 @@ class Float8Codes(NamedTuple):
 
 
 class Float8Factor(NamedTuple):
-    """The factors of vectors in 8-bit floats, of which one is written per vector.
+    """The factors of vectors in 8-bit floats. One factor is written per vector.
 
     Attributes:
         x: the vectors, as of `Float8Codes`.

@@ -261,7 +261,7 @@ class Preparer:
 
     @functools.cached_property
     def grammars(self) -> Grammars | str:
-        """Makes grammars, or says why it cannot. It takes a second to make them for a large vocabulary."""
+        """What makes grammars, or the reason if the model's tokenizer does not allow any. A large vocabulary takes a second."""
         if self.tokenizer is None:
             return "the model has no tokenizer"
         try:

@@ -34,9 +34,7 @@ LONG_PART = 1280
 """Maximum slots of a part of a head, up to rounding."""
 
 MOST_PARTS = 128
-"""Maximum number of parts of a head by default. One program of the second kernel combines them. Two heads of 16384 slots in 256
-parts take 50 us on an H200, and 14 us in 128.
-"""
+"""Maximum number of parts of a head by default. One program of the second kernel combines them, which takes long for more."""
 
 LOOK = 1024
 """Weights loaded at a time to find the last live slot."""
@@ -247,17 +245,15 @@ def block_size(slots: int, dim: int, dtype: Any) -> int:
 def _sizes(fold: int, slots: int, dim: int, dtype: Any, rotated: bool) -> dict[str, int]:
     """Return block sizes for `fold` sequences × KV heads.
 
-    The default is about 512 programs with at least one block each, and 768 for 8-bit floats. With so many heads that each is one part, parts have
-    up to `LONG_PART` slots, since lengths can differ and the longest part determines the time. A program with a single
-    block reads it as two halves.
+    The default is about 512 programs with at least one block each, and 768 for 8-bit floats. If that gives one part per
+    head, heads are split into parts of about `LONG_PART` slots. Lengths can differ, and the longest part determines the
+    time. A program with a single block reads it as two halves.
 
-    Measured on an H200 with 8 KV heads of 128 channels, in bfloat16 unless stated otherwise:
+    Measured on an H200 with 8 KV heads of 128 channels, in bfloat16:
 
     - 32 sequences of 8192 slots: four parts per head instead of two gain 9 % if lengths are ragged, and lose 5 % if
       they are equal.
     - 40 sequences of up to 9216 slots, of ragged lengths (H100): 335 us with one part per head, 287 us with eight.
-    - Eight sequences of 32768 slots in 8-bit floats: 169 us with 768 programs, and 199 us with 512. One sequence of 16384
-      slots: 31 us with 768, and 39 us with 512.
     - One sequence of 3712 slots: 58 parts of two half blocks take 12.3 us, and 29 parts of two blocks 13.7 us.
     """
     block = block_size(slots, dim, dtype)
@@ -400,9 +396,9 @@ def attend_part(
         return accs, peak, total * shrink + jnp.sum(probs, axis=1)
 
     # Of pairs of channels, the first and the second ones are apart.
-    strides = pl.cdiv(dim, v_ref.shape[1])
+    columns = v_ref.shape[1]
     nothing = (
-        (jnp.zeros((group, v_ref.shape[1]), jnp.float32),) * strides,
+        (jnp.zeros((group, columns), jnp.float32),) * (dim // columns),
         jnp.full((group,), MASKED, jnp.float32),
         jnp.zeros((group,), jnp.float32),
     )
