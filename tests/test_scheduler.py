@@ -80,6 +80,8 @@ class FakeBatch:
 
     def reset(self) -> None:
         self.restricted: dict[int, int] = {}
+        self.step: list[bool] | None = None
+        self.unsettled = False
         self.grammars: dict[int, int] = {}
         self.left: list[list[int]] = [[] for _ in range(self.rows)]
         self.live = [False] * self.rows
@@ -135,11 +137,40 @@ class FakeBatch:
     def restrict(self, allowed: dict[int, int]) -> None:
         self.restricted = dict(allowed)
 
+    def advance(self, stop: Collection[int] = ()) -> None:
+        self._check("serve")
+        assert self.step is None
+        self.admitted = []
+        for row in stop:
+            self.live[row] = False
+        self.step, self.unsettled = list(self.live), True
+
+    def choose(self) -> Any:
+        assert self.step is not None
+        tokens, live = np.zeros((self.rows, 1), int), self.step
+        for row in np.flatnonzero(live):
+            tokens[row] = self.left[row].pop(0)
+            if row in self.grammars:
+                if row not in self.restricted:  # only if its job has ended meanwhile, so that no one reads the token
+                    tokens[row] = -1
+                else:
+                    assert self.restricted[row] == self.grammars[row]
+                self.grammars[row] += 1
+            self.live[row] = bool(self.left[row])
+        self.step, self.restricted = None, {}
+        filled = np.asarray(live, int)
+        return Call(tokens, np.zeros(tokens.shape), filled, np.asarray(self.live), np.asarray(int(any(live))))
+
+    def settle(self) -> None:
+        assert self.step is None
+        self.unsettled = False
+
     def release(self, row: int) -> None:
         assert not self.live[row]
 
     def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Any:
         self._check("serve")
+        assert not self.unsettled
         self.admitted = []
         for row in stop:
             self.live[row] = False
