@@ -51,9 +51,9 @@ def caches(batch: Batch, row: int) -> list[np.ndarray]:
     return [np.array(np.asarray(x)[row]) for x in jax.tree.leaves(batch.state.caches)]
 
 
-def lone(policy: Policy, params: Any, **options: Any) -> tuple[Batch, list[Ran]]:
+def lone(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
     """A batch, and what each job gives alone in it."""
-    batch = Batch(params, policy, rows=ROWS, prompt_len=LONGEST, max_new_tokens=NEW, given=GIVEN, **options)
+    batch = Batch(params, policy, rows=ROWS, prompt_len=LONGEST, max_new_tokens=NEW, given=GIVEN)
     alone = []
     for i, job in enumerate(jobs()):
         batch.reset()
@@ -65,12 +65,9 @@ def lone(policy: Policy, params: Any, **options: Any) -> tuple[Batch, list[Ran]]
 
 
 def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
-    """Run all jobs. Which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied between.
-
-    In batches with `masked`, most steps have two programs. Rows are inserted and emptied between these as well.
-    """
+    """Run all jobs. Which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied
+    between, and some rows may be held for a call."""
     batch.reset()
-    under_way = False
     waiting = random.permutation(len(jobs())).tolist()
     owners: dict[int, int] = {}
     ran: dict[int, Ran] = {}
@@ -81,16 +78,8 @@ def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
                 ran[owners[row]] = begun(batch, jobs()[owners[row]], row)
             elif row not in owners and random.random() < 0.2:
                 batch.release(row)
-        if batch.masked and not under_way and random.random() < 0.8:
-            batch.advance()
-            under_way = True
-            continue
-        if under_way:
-            call = batch.choose()
-            under_way = random.random() < 0.8
-            (batch.advance if under_way else batch.settle)()
-        else:
-            call = batch.serve(int(random.integers(1, 6)), leave=int(random.integers(0, 3)))
+        hold = np.flatnonzero(random.random(ROWS) < 0.2).tolist()
+        call = batch.serve(int(random.integers(1, 6)), hold=hold, leave=int(random.integers(0, 3)))
         for row, job in list(owners.items()):
             if ran[job].add(call, row):
                 ran[job].caches = caches(batch, row)

@@ -34,13 +34,6 @@ def test_rows_are_those_of_the_row_alone(policy, running):
     check(*running(policy), range(5))
 
 
-@pytest.mark.parametrize("name", ["full", "treekv", "rkv", "chelsea", "clusterkv", "recompress(snapkv)"])
-def test_steps_of_two_programs(name, tiny):
-    """Tokens, log-probabilities and caches are those of calls of many steps, bit for bit."""
-    policy = next(each for each in POLICIES if each.info.name == name)
-    check(*lone(policy, tiny, masked=True), range(5))
-
-
 @pytest.mark.slow
 @pytest.mark.rotating  # the test above runs for every policy and commit
 @named

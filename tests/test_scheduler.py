@@ -70,18 +70,17 @@ class FakeBatch:
 
     Attributes:
         read: names of the jobs whose prompts were read, together.
+        held: rows that each call left as they were.
     """
 
     def __init__(self, rows: int, most: int = 1, *, admits: bool = True, group: int | None = None) -> None:
         self.rows, self.reused, self.most, self.admits = rows, 0, most, admits
         self.group = most if group is None else group
-        self.fails, self.read = "", list[list[int]]()
+        self.fails, self.read, self.held = "", list[list[int]](), list[set[int]]()
         self.reset()
 
     def reset(self) -> None:
         self.restricted: dict[int, int] = {}
-        self.step: list[bool] | None = None
-        self.unsettled = False
         self.grammars: dict[int, int] = {}
         self.left: list[list[int]] = [[] for _ in range(self.rows)]
         self.live = [False] * self.rows
@@ -137,50 +136,26 @@ class FakeBatch:
     def restrict(self, allowed: dict[int, int]) -> None:
         self.restricted = dict(allowed)
 
-    def advance(self, stop: Collection[int] = ()) -> None:
-        self._check("serve")
-        assert self.step is None
-        self.admitted = []
-        for row in stop:
-            self.live[row] = False
-        self.step, self.unsettled = list(self.live), True
-
-    def choose(self) -> Any:
-        assert self.step is not None
-        tokens, live = np.zeros((self.rows, 1), int), self.step
-        for row in np.flatnonzero(live):
-            tokens[row] = self.left[row].pop(0)
-            if row in self.grammars:
-                if row not in self.restricted:  # only if its job has ended meanwhile, so that no one reads the token
-                    tokens[row] = -1
-                else:
-                    assert self.restricted[row] == self.grammars[row]
-                self.grammars[row] += 1
-            self.live[row] = bool(self.left[row])
-        self.step, self.restricted = None, {}
-        filled = np.asarray(live, int)
-        return Call(tokens, np.zeros(tokens.shape), filled, np.asarray(self.live), np.asarray(int(any(live))))
-
-    def settle(self) -> None:
-        assert self.step is None
-        self.unsettled = False
-
     def release(self, row: int) -> None:
         assert not self.live[row]
 
-    def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Any:
+    def serve(self, count: int, stop: Collection[int] = (), *, hold: Collection[int] = (), leave: int = 0) -> Any:
         self._check("serve")
-        assert not self.unsettled
         self.admitted = []
+        self.held.append(set(hold))
         for row in stop:
             self.live[row] = False
         for row in self.grammars:
-            if self.live[row]:
+            if self.live[row] and row not in hold:
                 assert (count, self.restricted[row]) == (1, self.grammars[row])
                 self.grammars[row] += 1
         tokens, filled, steps, begun = np.zeros((self.rows, count), int), np.zeros(self.rows, int), 0, sum(self.live)
-        while steps < count and any(self.live) and not 0 < leave <= begun - sum(self.live):
-            for row in np.flatnonzero(self.live):
+
+        def going() -> list[int]:
+            return [row for row in range(self.rows) if self.live[row] and row not in hold]
+
+        while steps < count and going() and not 0 < leave <= begun - sum(self.live):
+            for row in going():
                 tokens[row, filled[row]] = self.left[row].pop(0)
                 filled[row] += 1
                 self.live[row] = bool(self.left[row])
@@ -346,6 +321,22 @@ def test_short_prompts_are_read_together_into_as_many_rows() -> None:
     assert batch.read == [[0, 100], [200, 600], [300, 400]]
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets if ticket is not tickets[5])
     assert tickets[5].tokens == []
+
+
+@pytest.mark.parametrize(
+    ("grammars", "calls", "tokens"), [(1, 9, [5, 9, 9, 9]), (2, 9, [5, 5, 9, 9]), (3, 8, [9, 9, 9, 9])]
+)
+def test_rows_without_a_grammar_do_not_wait_for_it(grammars: int, calls: int, tokens: list[int]) -> None:
+    """A row with a grammar takes part in every second call, unless most rows have grammars."""
+    batch = FakeBatch(4)
+    scheduler = Scheduler(batch, steps=8)
+    tickets = [scheduler.submit(Wish(100 * i, 9, grammar="g" if i < grammars else None)) for i in range(4)]
+    while tickets[-1].ended is None:
+        scheduler.turn()
+    assert (len(batch.held), [len(ticket.tokens) for ticket in tickets]) == (calls, tokens)
+    while scheduler.busy:
+        scheduler.turn()
+    assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
 
 
 @pytest.mark.parametrize(("group", "waiting"), [(1, [8, 8, 7, 6, 5, 4]), (3, [8, 8, 5, 5, 1, 0]), (9, [8, 8, 0])])

@@ -31,7 +31,7 @@ from kvjax.runtime.engine import Engine, blocks, program_bytes
 from kvjax.runtime.kept_share import KeptPositions, kept_positions, kept_shares
 from kvjax.runtime.mesh import on_host, resumed, saved
 from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
-from kvjax.runtime.rows import Reading, Request, Rows, Step
+from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
 from kvjax.runtime.small_blocks import leave_small_blocks
 from kvjax.runtime.top_tokens import MOST as MOST_TOPS
@@ -263,7 +263,7 @@ class Batch:
         self.group = max(rows // FILLED_SHARE, 1) if self.admits else 1
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
-        self._last, self._step = self._no_last(), self._no_step()
+        self._last = self._no_last()
         self._between: list[Any] = []
         self.state: Rows | None = None
 
@@ -434,10 +434,10 @@ class Batch:
 
     def _free_rows(self) -> None:
         state, self.state = self.state, None
-        for leaf in jax.tree.leaves((state, self._nothing, self._last, self._step)):
+        for leaf in jax.tree.leaves((state, self._nothing, self._last)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
-        self._nothing, self._last, self._step = None, self._no_last(), self._no_step()
+        self._nothing, self._last = None, self._no_last()
 
     def insert(self, reading: Reading, job: Job, row: int, allowed: Any = None) -> First:
         """Write a prefilled prompt into a row, and sample its first token. The reading can be inserted again.
@@ -464,7 +464,7 @@ class Batch:
         return checked_bits(job.grammar(tokens), self.engine.config.vocab_size, "the grammar of a job")
 
     def restrict(self, allowed: Mapping[int, Any]) -> None:
-        """Set which tokens some rows may sample next. Other rows are not restricted.
+        """Set which tokens some rows may sample in the next step. Other rows are not restricted.
 
         Args:
             allowed: for each row, what `allowed` returned.
@@ -477,39 +477,6 @@ class Batch:
         sampler: Any = request.sampler
         request = dataclasses.replace(request, sampler=dataclasses.replace(sampler, allowed=bits))
         self.state = dataclasses.replace(self.state, request=request)
-
-    def advance(self, stop: Collection[int] = ()) -> None:
-        """Process the next token of all live rows; see `kvjax.runtime.rows.advance`. `choose` is called next.
-
-        Args:
-            stop: rows that end before.
-        """
-        self._advance(1, stop)
-
-    def settle(self) -> None:
-        """Make `serve` possible after `choose`."""
-        self._advance(0, ())
-
-    def _advance(self, count: int, stop: Collection[int]) -> None:
-        self.state, self._step = programs.advance(
-            self.policy,
-            self.specs,
-            self.weights,
-            self.state,
-            self._step,
-            np.asarray(count, np.int32),
-            self._ending(stop),
-        )
-
-    def choose(self) -> Call:
-        """Sample the tokens of the step that `advance` took, from those that `restrict` allows."""
-        assert self.state is not None
-        caches = self.state.caches
-        rows, *call, tops = programs.choose(
-            self.policy, self.specs, dataclasses.replace(self.state, caches=()), self._step
-        )
-        self.state = dataclasses.replace(rows, caches=caches)
-        return Call(*_on_the_way(call), tops=tops)
 
     def release(self, row: int) -> None:
         """Empty a row that has ended, so that attention does not read its tokens any longer."""
@@ -544,12 +511,15 @@ class Batch:
         whole = [spec.whole for spec in self.reader]
         return KeptPositions(*_on_the_way(kept_positions(self.policy, whole, caches, tokens, _numbers([row]))))
 
-    def serve(self, count: int, stop: Collection[int] = (), *, leave: int = 0) -> Call:
+    def serve(
+        self, count: int, stop: Collection[int] = (), *, hold: Collection[int] = (), leave: int = 0
+    ) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`.
 
         Args:
             count: maximum number of steps.
             stop: rows that end before the first step.
+            hold: rows that stay as they are.
             leave: number of other rows whose end ends the call; 0 if none does.
         """
         self.state, *call, tops = programs.serve(
@@ -558,15 +528,16 @@ class Batch:
             self.weights,
             self.state,
             np.asarray(count, np.int32),
-            self._ending(stop),
+            self._among_rows(stop),
+            self._among_rows(hold),
             np.asarray(leave, np.int32),
         )
         return Call(*_on_the_way(call), tops=tops)
 
-    def _ending(self, stop: Collection[int]) -> Any:
-        ending = np.zeros(self.rows, bool)
-        ending[list(stop)] = True
-        return ending
+    def _among_rows(self, some: Collection[int]) -> Any:
+        found = np.zeros(self.rows, bool)
+        found[list(some)] = True
+        return found
 
     @property
     def row_bytes(self) -> int:
@@ -604,26 +575,18 @@ class Batch:
             if samples:
                 read.append((programs.again, (self.policy, self.specs, state, _shape(self._last), one, count)))
                 beside.append(weights)
-        serve = self.policy, self.specs, self.weights, state, count, shape((self.rows,), bool), count
+        serve = self.policy, self.specs, self.weights, state, count, *[shape((self.rows,), bool)] * 2, count
         decode = [
             (programs.serve, serve),
             (programs.insert, (self.policy, self.specs, state, reading, requests, one)),
         ]
-        if self.masked:
-            step, free = jax.tree.map(_shape, self._step), dataclasses.replace(state, caches=())
-            decode += [
-                (programs.advance, (*serve[:4], step, count, serve[5])),
-                (programs.choose, (self.policy, self.specs, free, step)),
-            ]
         with ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(lambda each: program_bytes(each[0].compiled(*each[1])), [*decode, *read]))
         # Rows besides the batch: the empty one, prompts that are read or wait for a row, and stored states.
         waiting = 1 if not self.admits else self._most(min(self.read_sizes)) if samples else 0
         others = self.row_bytes * (1 + waiting + self.prefixes.most)
-        if self.masked:
-            others += self._step.logits.nbytes
-        beside = [0, weights - self.row_bytes, *([0, weights + held] if self.masked else []), *beside]
-        return others + max(each + more for each, more in zip(found, beside, strict=True))
+        reading = [each + more for each, more in zip(found[2:], beside, strict=True)]
+        return others + max(found[0], weights + found[1] - self.row_bytes, *reading)
 
     @property
     def _largest_argument(self) -> int:
@@ -638,12 +601,6 @@ class Batch:
     def _no_last(self) -> Any:
         """Room for the logits after all prompts that are read together."""
         return np.zeros((self._most(min(self.read_sizes)), self.engine.config.vocab_size), np.float32)
-
-    def _no_step(self) -> Step:
-        """A step that no row takes. Only batches with `masked` take such steps."""
-        logits: Any = np.zeros((self.rows, self.engine.config.vocab_size if self.masked else 0), np.float32)
-        live: Any = np.zeros(self.rows, bool)
-        return Step(logits, live)
 
     def _admit_shapes(self, state: Any, size: int, most: int) -> tuple[Any, ...]:
         """Arguments of `admit`, as shapes, for `most` prompts padded to `size`."""

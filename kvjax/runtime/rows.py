@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.models import Params, transformer
 from kvjax.models.sharding import partitions
 from kvjax.policies import Policy
-from kvjax.runtime.compression import Compression, after_block
+from kvjax.runtime.compression import after_block
 from kvjax.runtime.decoding import (
     CHUNK,
     Loop,
@@ -99,19 +99,6 @@ class Reading:
     caches: tuple[Any, ...]
     logits: Float[Array, "R V"]
     pos: Int[Array, " R"]
-
-
-@flax.struct.dataclass
-class Step:
-    """A step of a running batch whose tokens have not been sampled.
-
-    Attributes:
-        logits: logits of each row's next token.
-        live: rows that take the step. The logits of the others mean nothing.
-    """
-
-    logits: Float[Array, "B V"]
-    live: Bool[Array, " B"]
 
 
 def _empty(policy: Policy, specs: Specs, request: Request, logits: Float[Array, "1 V"]) -> tuple[Rows, Reading]:
@@ -226,78 +213,6 @@ def _take(policy: Policy, specs: Specs, rows: Rows, at: Int[Array, " R"]) -> tup
     return Reading(taken.caches, logits, taken.pos), taken.pos - taken.first
 
 
-def _next(rows: Rows) -> Int[Array, " B"]:
-    """The token that each row processes next: a given one, or the one that it has sampled."""
-    request, ahead = rows.request, rows.pos - rows.first
-    index = jnp.minimum(ahead, request.given.shape[1] - 1)[:, None]
-    given = jnp.take_along_axis(request.given, index, axis=1)[:, 0]
-    return jnp.where(ahead < request.given_count, given, rows.token)
-
-
-def _moved(rows: Rows, live: Bool[Array, " B"]) -> Rows:
-    """Rows after those that are `live` have processed a token."""
-    return dataclasses.replace(rows, pos=jnp.where(live, rows.pos + 1, rows.pos))
-
-
-def _sampled(
-    rows: Rows, logits: Float[Array, "B V"], live: Bool[Array, " B"]
-) -> tuple[Rows, tuple[Array, ...], Bool[Array, " B"]]:
-    """Sample the tokens of the rows that are `live`, which have just processed one.
-
-    Returns the rows; tokens, log-probabilities, and the most likely tokens if the batch reports them; and the rows whose
-    token counts, as they have processed all given ones.
-    """
-    request, pos = rows.request, rows.pos
-    found = sample_token(logits, request.sampler, request.seed, pos)
-    new = found[0]
-    if request.tops is not None:
-        found += top_tokens(logits, jnp.max(jnp.where(live, request.tops, 0)))
-    counts = live & (pos - rows.first >= request.given_count)
-    ended = counts & (jnp.any(new[:, None] == request.ends, axis=1) | (pos + 1 >= request.limit))
-    rows = dataclasses.replace(rows, token=jnp.where(live, new, rows.token), live=rows.live & ~ended)
-    return rows, found, counts
-
-
-def _advance(
-    policy: Policy,
-    specs: Specs,
-    params: Params,
-    rows: Rows,
-    before: Step,
-    count: Int[Array, ""],
-    stop: Bool[Array, " B"],
-) -> tuple[Rows, Step]:
-    compression = Compression(policy, specs)
-    rows = dataclasses.replace(rows, live=rows.live & ~stop)
-    if compression.lazy:  # not before, as rows that end are left as they are
-        caches = compression.when_full(rows.caches, rows.live & before.live)
-        rows = dataclasses.replace(rows, caches=caches)
-
-    def should_continue(loop: Loop) -> Array:
-        return (loop[0] < count) & jnp.any(loop[1].live)
-
-    def step(loop: Loop) -> Loop:
-        i, rows, _ = loop
-        logits, caches = transformer.decode_step(
-            params, rows.caches, _next(rows), rows.pos, compression.layers, rows.live
-        )
-        return i + 1, _moved(dataclasses.replace(rows, caches=compression.each_step(caches)), rows.live), logits
-
-    steps, rows, logits = jax.lax.while_loop(should_continue, step, (jnp.zeros((), jnp.int32), rows, before.logits))
-    return rows, Step(logits, rows.live & (steps > 0))
-
-
-def _choose(
-    policy: Policy, specs: Specs, rows: Rows, step: Step
-) -> tuple[
-    Rows, Int[Array, "B 1"], Float[Array, "B 1"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""], TopTokens
-]:
-    rows, found, counts = _sampled(rows, step.logits, step.live)
-    token, logprob, *tops = [x[:, None] for x in found]
-    steps = jnp.any(step.live).astype(jnp.int32)
-    return rows, token, logprob, counts.astype(jnp.int32), rows.live, steps, (tops[0], tops[1]) if tops else None
-
-
 def _serve(
     policy: Policy,
     specs: Specs,
@@ -305,6 +220,7 @@ def _serve(
     rows: Rows,
     count: Int[Array, ""],
     stop: Bool[Array, " B"],
+    hold: Bool[Array, " B"],
     leave: Int[Array, ""],
 ) -> tuple[
     Rows, Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""], TopTokens
@@ -317,32 +233,46 @@ def _serve(
         buffers += wide, wide.astype(jnp.float32)
     row = jnp.arange(batch, dtype=jnp.int32)
 
+    def continues(loop: Loop) -> Bool[Array, " B"]:
+        return loop[1].live & ~hold
+
     def should_continue(loop: Loop) -> Array:
         i, rows, *_ = loop
         left = jnp.sum(begun & ~rows.live, dtype=jnp.int32)
-        return (i < count) & jnp.any(rows.live) & ((leave == 0) | (left < leave))
+        return (i < count) & jnp.any(continues(loop)) & ((leave == 0) | (left < leave))
+
+    def token(loop: Loop) -> Array:
+        rows, request = loop[1], loop[1].request
+        ahead = rows.pos - rows.first
+        index = jnp.minimum(ahead, request.given.shape[1] - 1)[:, None]
+        given = jnp.take_along_axis(request.given, index, axis=1)[:, 0]
+        return jnp.where(ahead < request.given_count, given, rows.token)
 
     def sample(loop: Loop, logits: Array, live: Bool[Array, " B"]) -> Loop:
         i, rows, filled, *buffers = loop
-        rows, found, counts = _sampled(_moved(rows, live), logits, live)
+        request, pos = rows.request, rows.pos + 1
+        found = sample_token(logits, request.sampler, request.seed, pos)
+        new = found[0]
+        if request.tops is not None:
+            found += top_tokens(logits, jnp.max(jnp.where(live, request.tops, 0)))
+        counts = live & (pos - rows.first >= request.given_count)
         column = jnp.where(counts, filled, CHUNK)  # out of bounds: dropped
+        ended = counts & (jnp.any(new[:, None] == request.ends, axis=1) | (pos + 1 >= request.limit))
+        rows = dataclasses.replace(
+            rows, token=jnp.where(live, new, rows.token), pos=jnp.where(live, pos, rows.pos), live=rows.live & ~ended
+        )
         buffers = [old.at[row, column].set(x, mode="drop") for old, x in zip(buffers, found, strict=True)]
         return i + 1, rows, filled + counts.astype(jnp.int32), *buffers
 
     start = jnp.zeros((), jnp.int32), rows, jnp.zeros((batch,), jnp.int32), *buffers
     steps, rows, filled, tokens, logprobs, *tops = decode_loop(
-        policy, specs, params, should_continue, lambda loop: _next(loop[1]), sample, start, lambda loop: loop[1].live
+        policy, specs, params, should_continue, token, sample, start, continues
     )
     return rows, tokens, logprobs, filled, rows.live, steps, (tops[0], tops[1]) if tops else None
 
 
 def _rows_partitions(policy: Policy, specs: Specs) -> Any:
     return Rows(state_partitions(policy, specs), ROWS, ROWS, ROWS, ROWS, ROWS)  # pyright: ignore[reportArgumentType]
-
-
-def _free_partitions(policy: Policy, specs: Specs) -> Any:
-    """Partitions of rows without caches."""
-    return Rows((), ROWS, ROWS, ROWS, ROWS, ROWS)  # pyright: ignore[reportArgumentType]
 
 
 def _reading_partitions(policy: Policy, specs: Specs) -> Any:
@@ -446,44 +376,16 @@ serve = Program(
     donate=(3,),
     gpu_options=gpu_options_of,
     partition=_over_mesh(
-        (partitions, _rows_partitions, ALL, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL, ROWS)
+        (partitions, _rows_partitions, ALL, ROWS, ROWS, ALL), (_rows_partitions, ROWS, ROWS, ROWS, ROWS, ALL, ROWS)
     ),
     canonical=of_steps,
 )
-"""`serve(policy, specs, params, rows, count, stop, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
+"""`serve(policy, specs, params, rows, count, stop, hold, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
 
-Rows in `stop` end before the first step. The program also returns as soon as `leave` other rows have ended, unless `leave` is 0.
+Rows in `stop` end before the first step. Rows in `hold` stay as they are. The program also returns as soon as `leave` other
+rows have ended, unless `leave` is 0.
 
 Returns the batch (the old one is used up), and tokens and log-probabilities in buffers of `CHUNK` columns. Then follow
 the number of columns that each row has filled, the rows that are still live, the number of steps, and the most likely
 tokens of each column.
-"""
-
-advance = Program(
-    _advance,
-    static=2,
-    donate=(3, 4),
-    gpu_options=gpu_options_of,
-    partition=_over_mesh((partitions, _rows_partitions, ROWS, ALL, ROWS), (_rows_partitions, ROWS)),
-    canonical=of_steps,
-)
-"""`advance(policy, specs, params, rows, before, count, stop)`: process the next token of all live rows, but sample none.
-
-Rows in `stop` end before. `before` is the step before, or one without live rows. With `count` 0 instead of 1 no token is
-processed. `serve` may follow only this or `serve`: it also compresses the caches that the step before has filled.
-
-Returns the batch and the step. The old ones are used up.
-"""
-
-choose = Program(
-    _choose,
-    static=2,
-    donate=(2,),
-    gpu_options=insert_options,
-    partition=_over_mesh((_free_partitions, ROWS), (_free_partitions, ROWS, ROWS, ROWS, ROWS, ALL, ROWS)),
-    canonical=of_steps,
-)
-"""`choose(policy, specs, rows, step)`: sample the tokens of a step. `rows` has no caches.
-
-Returns what `serve` does for one step, with one column.
 """

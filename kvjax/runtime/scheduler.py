@@ -9,16 +9,16 @@
 A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
 before. So the device always has work while the host reads tokens. If many prompts wait, rows are filled a group at a time.
 
-While a row has a grammar, a call is one step. The device begins the next step before the host has read the tokens of the
-step before, and waits with sampling until the host knows which tokens the grammar allows. While a job has a `stop`, a call
-is one step too, whose result is taken before the next step begins.
+While a row has a grammar, a call is one step. Such a row stays as it is while its latest token is on the way to the host, and
+so takes part in every second call. If most rows have grammars, no call is dispatched before the results of the one before
+have been taken, and all rows take part in it. So it is while a job has a `stop`.
 """
 
 import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -67,10 +67,7 @@ class Runner(Protocol):
     def insert(self, reading: Any, job: Any, row: int, allowed: Any = None) -> Any: ...
     def allowed(self, job: Any, tokens: Any) -> Any: ...
     def restrict(self, allowed: Any) -> None: ...
-    def advance(self, stop: Any = ()) -> None: ...
-    def choose(self) -> Any: ...
-    def settle(self) -> None: ...
-    def serve(self, count: int, stop: Any = (), *, leave: int = 0) -> Any: ...
+    def serve(self, count: int, stop: Any = (), *, hold: Any = (), leave: int = 0) -> Any: ...
     def release(self, row: int) -> None: ...
     def reset(self) -> None: ...
 
@@ -118,11 +115,13 @@ class _Served(NamedTuple):
         owners: whose each row was when the call was dispatched.
         call: its results.
         leave: number of rows whose end ends the call; 0 if none does.
+        hold: rows that stay as they are.
     """
 
     owners: dict[int, Ticket]
     call: Any
     leave: int
+    hold: Collection[int] = ()
 
 
 OnEnd = Callable[[Any, Ticket, int], None]
@@ -170,7 +169,6 @@ class Scheduler:
         self._read_now = 0  # tokens that were read in this turn
         self._ready: deque[tuple[list[Ticket], Any]] = deque()
         self._under_way: deque[_Started | _Served] = deque()
-        self._step: dict[int, Ticket] | None = None  # rows of a step whose tokens have not been sampled
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
         self.row_steps = self.delivered = 0
@@ -232,63 +230,48 @@ class Scheduler:
             self._fill()
             self._release()
             jobs = [ticket.job for ticket in self._owners.values()]
-            if any(job.stop is not None for job in jobs):
-                return _once(self._turn_and_wait())
-            if any(job.grammar is not None for job in jobs):
-                return _once(self._turn_ahead())
-            return _once([*self._settled(), *self._take(keep_last=self._dispatch(self.steps))])
+            grammars = sum(job.grammar is not None for job in jobs)
+            if any(job.stop is not None for job in jobs) or 2 * grammars > len(jobs):
+                return self._turn_and_wait()
+            if grammars:
+                return self._turn_with_grammars()
+            return self._take(keep_last=self._dispatch(self.steps))
         except Exception as error:
             self.lost = error
             return self._fail(error)
 
-    def _turn_ahead(self) -> list[Ticket]:
-        """Sample the tokens of the step that the device computes, and begin the next one before they are here."""
-        if self._step is None:
-            self._advance()
-        changed = self._choose()
-        self._advance()
-        return changed
+    def _turn_with_grammars(self) -> list[Ticket]:
+        """Dispatch a single step, and take the results of the call before.
+
+        Rows with a grammar whose latest token is on the way stay as they are.
+        """
+        unknown = {each.ticket for each in self._under_way if isinstance(each, _Started)}
+        for each in self._under_way:
+            if isinstance(each, _Served):
+                unknown.update(ticket for row, ticket in each.owners.items() if row not in each.hold)
+        hold = {row for row, each in self._owners.items() if each.job.grammar is not None and each in unknown}
+        failed = self._restrict(hold)
+        return _once([*failed, *self._take(keep_last=self._dispatch(1, hold))])
 
     def _turn_and_wait(self) -> list[Ticket]:
-        """Dispatch a single step, and take its results, as jobs have to see each token before the next step."""
-        changed = [*self._settled(), *self._take(keep_last=False)]
-        changed += self._restrict(self._owners)
+        """Dispatch a single step, and take its results, as most jobs have to see each token before the next."""
+        changed = self._take(keep_last=False)
+        changed += self._restrict()
         self._dispatch(1)
-        return changed + self._take(keep_last=False)
+        return _once([*changed, *self._take(keep_last=False)])
 
-    def _advance(self) -> None:
-        """Begin a step of all rows."""
-        live, stop = self._live()
-        self._step = live
-        self.batch.advance(stop)
-
-    def _choose(self) -> list[Ticket]:
-        """Sample the tokens of the step that has begun, once those before are here. Returns jobs that have changed."""
-        changed, owners = self._take(keep_last=False), self._step or {}
-        self._step = None
-        changed += self._restrict({row: each for row, each in owners.items() if self._owners.get(row) is each})
-        self._under_way.append(_Served(owners, self.batch.choose(), 0))
-        return changed
-
-    def _settled(self) -> list[Ticket]:
-        """End the step that has begun, if there is one, so that calls of several steps may follow."""
-        if self._step is None:
-            return []
-        changed = self._choose()
-        self.batch.settle()
-        return changed
-
-    def _restrict(self, owners: Mapping[int, Ticket]) -> list[Ticket]:
-        """Tell the batch which tokens the grammars of some rows allow. Returns jobs whose grammars fail."""
+    def _restrict(self, hold: Collection[int] = ()) -> list[Ticket]:
+        """Tell the batch what the grammars of all rows but those in `hold` allow. Returns jobs whose grammars fail."""
         failed, allowed = list[Ticket](), dict[int, Any]()
-        for row, ticket in owners.items():
-            if ticket.job.grammar is not None and ticket.ended is None and not ticket.stopped:
-                bits = self._allowed(ticket)
-                if bits is None:
-                    failed.append(ticket)
-                else:
-                    allowed[row] = bits
-        if any(ticket.job.grammar is not None for ticket in owners.values()):
+        for row, ticket in self._owners.items():
+            if ticket.job.grammar is None or row in hold or ticket.ended is not None or ticket.stopped:
+                continue
+            bits = self._allowed(ticket)
+            if bits is None:
+                failed.append(ticket)
+            else:
+                allowed[row] = bits
+        if allowed:
             self.batch.restrict(allowed)
         return failed
 
@@ -452,9 +435,14 @@ class Scheduler:
         if not self.waiting:
             self._ended.clear()
 
-    def _dispatch(self, steps: int) -> bool:
-        """Dispatch a call that decodes, if there are rows for it. Returns whether another one may follow it."""
-        live, stop = self._live()
+    def _dispatch(self, steps: int, hold: Collection[int] = ()) -> bool:
+        """Dispatch a call that decodes, if there are rows for it. Rows in `hold` stay as they are.
+
+        Returns whether another call may follow it.
+        """
+        live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
+        stop = [row for row, ticket in live.items() if ticket.ended is not None or ticket.stopped]
+        self._stopped.update(stop)
         missing = self._enough - self._room - len(stop)
         leave = missing if missing > 0 else self._enough
         before = next((each for each in reversed(self._under_way) if isinstance(each, _Served)), None)
@@ -462,15 +450,9 @@ class Scheduler:
         if (before is not None and before.leave > 1) or stop or self._ready or self._reading:
             leave = min(leave, 1)
         if live:
-            self._under_way.append(_Served(dict(live), self.batch.serve(steps, stop, leave=leave), leave))
+            call = self.batch.serve(steps, stop, hold=hold, leave=leave)
+            self._under_way.append(_Served(dict(live), call, leave, hold))
         return any(ticket.ended is None and (leave or self._left(ticket) > steps) for ticket in live.values())
-
-    def _live(self) -> tuple[dict[int, Ticket], list[int]]:
-        """Rows that have not been stopped before, and those of them that are stopped now."""
-        live = {row: ticket for row, ticket in self._owners.items() if row not in self._stopped}
-        stop = [row for row, ticket in live.items() if ticket.ended is not None or ticket.stopped]
-        self._stopped.update(stop)
-        return live, stop
 
     def _take(self, *, keep_last: bool) -> list[Ticket]:
         """Take all results, or all but those of the last call, which the device may still compute."""
@@ -548,7 +530,6 @@ class Scheduler:
         self._ready.clear()
         self._owners.clear()
         self._under_way.clear()
-        self._step = None
         self._stopped.clear()
         self._ended.clear()
         self._free = list(range(self.batch.rows))[::-1]

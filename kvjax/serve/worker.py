@@ -201,11 +201,8 @@ class Worker:
         self.batch.release(0)
         self.batch.prefixes.clear()
         if self.batch.masked:
-            for _ in range(2):  # the first step's arrays come from the host
-                self.batch.advance()
-                self.batch.restrict({})
-                self.batch.choose()
-            self.batch.settle()
+            self.batch.restrict({})
+            self.batch.serve(1)
 
     def _loop(self) -> None:
         failures = 0

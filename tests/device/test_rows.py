@@ -21,9 +21,3 @@ def params():
 def test_rows_are_those_of_the_row_alone(name, params):
     assert BUDGET
     check(*lone(POLICIES[name], params), range(5))
-
-
-@pytest.mark.parametrize("name", ["full", "treekv", "clusterkv", "rkv"])
-def test_steps_of_two_programs(name, params):
-    """With sampling apart, as while a row has a grammar."""
-    check(*lone(POLICIES[name], params, masked=True), range(5))
