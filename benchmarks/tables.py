@@ -472,6 +472,27 @@ def serving() -> str:
     return f"{conclusion}\n\n{report.table(heads, lines, 'llr')}"
 
 
+def grammars() -> str:
+    """A conclusion and a table: tokens per second of the rows beside one with a grammar."""
+    measured = rows("grammar-h200.json")
+    lost = sorted(100 * row["lost"] for row in measured)
+    conclusion = (
+        f"**Other rows lose {lost[0]:.1f} to {lost[-1]:.1f} % of their tokens per second to a row with a grammar.**"
+    )
+    lines = [
+        [
+            f"`{row['policy']}`",
+            str(row["rows"] - row["grammars"]),
+            f"{row['free_tokens_s']:,.0f}",
+            f"{row['held_tokens_s']:,.0f}",
+            f"{100 * row['lost']:.1f} %",
+        ]
+        for row in measured
+    ]
+    heads = ["policy", "other rows", "tokens per second", "beside a row with a grammar", "lost"]
+    return f"{conclusion}\n\n{report.table(heads, lines, 'lr')}"
+
+
 def prefixes() -> str:
     """A conclusion and a table: TTFT of a server's first request with a prefix, and the median once it is stored."""
     measured = sorted(rows("serving-prefix-h200.json"), key=lambda row: (row["shared"], row["seed"]))

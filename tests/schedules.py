@@ -66,7 +66,8 @@ def lone(policy: Policy, params: Any) -> tuple[Batch, list[Ran]]:
 
 def schedule(batch: Batch, random: np.random.Generator) -> dict[int, Ran]:
     """Run all jobs. Which row a job gets, when, and how many steps a call has, is drawn. Rows may be emptied
-    between, and some rows may be held for a call."""
+    between, and some rows may be held for a call.
+    """
     batch.reset()
     waiting = random.permutation(len(jobs())).tolist()
     owners: dict[int, int] = {}

@@ -511,9 +511,7 @@ class Batch:
         whole = [spec.whole for spec in self.reader]
         return KeptPositions(*_on_the_way(kept_positions(self.policy, whole, caches, tokens, _numbers([row]))))
 
-    def serve(
-        self, count: int, stop: Collection[int] = (), *, hold: Collection[int] = (), leave: int = 0
-    ) -> Call:
+    def serve(self, count: int, stop: Collection[int] = (), *, hold: Collection[int] = (), leave: int = 0) -> Call:
         """Decode up to `count` steps of all live rows; see `kvjax.runtime.rows.serve`.
 
         Args:
