@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak --seconds 90
 
-32 clients send requests whose answers are known from an idle server. Some close the connection early, some send what is
-no request, some read slowly, and now and then many send at once. In the middle the server gets SIGTERM, has to end well,
-and starts again. Prints one JSON object, and exits with 1 if a check fails:
+32 clients send requests whose answers are known from an idle server. Some ask for JSON of a schema, if llguidance is
+installed. Some close the connection early, some send what is no request, some read slowly, and now and then many send at
+once. In the middle the server gets SIGTERM, has to end well, and starts again. Prints one JSON object, and exits with 1 if a check fails:
 
 - Every answer equals that of the idle server: tokens, and log-probabilities bit for bit.
 - Every request ends with an answer, a refusal that names the reason, or a closed connection during the restart.
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -39,11 +40,11 @@ import numpy as np
 from benchmarks.serving import RefusedError, events
 
 CLIENTS = 32
-VOCABULARY, TOTAL, NEW = 64, 192, 32
+VOCABULARY, TOTAL, NEW = 258, 192, 32
 BURST = 160
 """Requests that are sent at once: ten times the queue."""
 
-MALFORMED = b"{", b"[]", b'{"prompt": [99999]}', b'{"prompt": [1], "beams": 2}', b'{"prompt": "text"}', b"\xff" * 999
+MALFORMED = b"{", b"[]", b'{"prompt": [99999]}', b'{"prompt": [1], "beams": 2}', b'{"prompt": 1}', b"\xff" * 999
 OPTIONS = {
     "--policy": "treekv:32",
     "--rows": 4,
@@ -59,12 +60,23 @@ OPTIONS = {
 
 
 def save_model(path: Path) -> None:
-    """A random model without tokenizer."""
+    """A random model, whose tokens are bytes."""
     import jax
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
     import kvjax
     from kvjax.config import ModelConfig, RopeConfig
+    from kvjax.conversion import Tokenizer
     from kvjax.models import init
+
+    texts = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(texts[:2])
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = Tokenizer(backend, eos=(1,), chat_template=template)
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -74,8 +86,9 @@ def save_model(path: Path) -> None:
         "num_heads": 4,
     }
     rope = RopeConfig(theta=10000.0, dim=16)
-    config = ModelConfig.uniform("llama", **sizes, num_kv_heads=2, head_dim=16, max_position=512, rope=rope)
-    kvjax.save(init(config, jax.random.key(0)), path, format="safetensors")
+    config = ModelConfig.uniform("llama", **sizes, num_kv_heads=2, head_dim=16, max_position=512, rope=rope, eos=(1,))
+    params = init(config, jax.random.key(0)).replace(tokenizer=tokenizer)
+    kvjax.save(params, path, format="safetensors")
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -99,7 +112,26 @@ def bodies() -> list[dict[str, Any]]:
                 "stream": True,
             }
         )
-    return found
+    return found + (forms() if importlib.util.find_spec("llguidance") else [])
+
+
+def forms() -> list[dict[str, Any]]:
+    """Requests for JSON of a schema."""
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 3, "maxItems": 9}
+    schema = {"type": "object", "properties": {"n": numbers}, "required": ["n"], "additionalProperties": False}
+    return [
+        {
+            "messages": [{"role": "user", "content": "numbers " * (i + 1)}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}},
+            "temperature": 0.8,
+            "seed": i,
+            "max_tokens": NEW,
+            "logprobs": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        for i in range(4)
+    ]
 
 
 class Server:
@@ -142,13 +174,15 @@ class Server:
 async def ask(url: str, body: bytes, *, leave_after: int | None = None, pause: float = 0.0) -> tuple[Any, ...] | None:
     """Token ids and log-probabilities of an answer; None if the client has left before its end."""
     ids, logprobs, count = [], [], 0
-    async with contextlib.aclosing(events(url, "", body)) as stream:
+    route = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
+    async with contextlib.aclosing(events(url, "", body, route)) as stream:
         async for data in stream:
             if data == b"[DONE]":
                 return tuple(ids), tuple(logprobs)
             (choice,) = json.loads(data)["choices"]
-            ids += choice["token_ids"]
-            logprobs += choice["logprobs"]["token_logprobs"]
+            ids += choice.get("token_ids", [])
+            found = choice["logprobs"] or {}
+            logprobs += found.get("token_logprobs", []) + [each["logprob"] for each in found.get("content", [])]
             count += 1
             if leave_after is not None and count > leave_after:
                 return None
@@ -179,6 +213,7 @@ class Clients:
             else:
                 found = await ask(self._url, self._bodies[i], pause=0.2 if kind > 0.97 else 0.0)
                 self.counts["answered"] += 1
+                self.counts["answered with JSON"] += b'"response_format"' in self._bodies[i]
                 if found != self._expected[i]:
                     self.wrong.append(f"answer {i} differs from that of the idle server")
         except RefusedError as error:
