@@ -179,7 +179,7 @@ def _through(run: Run, batches: Sequence[Batch], group: Sequence[int]) -> Iterat
             of.kept_share = batch.kept_share(row)
 
     on_end = keep if run.return_state or run.policy.info.keeps_by_threshold else None
-    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, on_end=on_end)
+    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, early=False, on_end=on_end)
     # The longest answers begin first, so that the last rows do not run alone for long. Among equal limits, long prompts
     # begin first, as a guess at which answers are long.
     order = sorted(group, key=lambda i: (-run.rows[i].request.max_new_tokens, -len(run.rows[i].prompt)))
