@@ -2,9 +2,9 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=.93 python -m benchmarks.grammar --policies treekv:1024,full --rows 64
 
-While a row has a grammar, calls are one step long, and each token is taken before the next is sampled. The grammar here
-allows all tokens, so that its own time is not measured: that is the host's, and depends on the schema. Tokens per second
-are those of the rows without a grammar, while all rows are taken.
+While a row has a grammar, calls are one step long, and the row takes part in every second one. The grammar here allows all
+tokens, so that its own time is not measured: that is the host's, and depends on the schema. Tokens per second are those of
+the rows without a grammar, while all rows are taken: `free_tokens_s` if no row has one, `held_tokens_s` beside one.
 """
 
 import argparse

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import multiprocessing
@@ -87,7 +88,7 @@ def save_model(path: Path) -> None:
     }
     rope = RopeConfig(theta=10000.0, dim=16)
     config = ModelConfig.uniform("llama", **sizes, num_kv_heads=2, head_dim=16, max_position=512, rope=rope, eos=(1,))
-    params = init(config, jax.random.key(0)).replace(tokenizer=tokenizer)
+    params = dataclasses.replace(init(config, jax.random.key(0)), tokenizer=tokenizer)
     kvjax.save(params, path, format="safetensors")
 
 

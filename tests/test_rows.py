@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from policies.driver import compositions, each, every_policy
-from schedules import LONGEST, NEW, Ran, check, jobs, lone
+from schedules import LONGEST, NEW, Ran, begun, check, jobs, lone
 
 import kvjax
 from kvjax.policies import PolicyError
@@ -124,6 +124,16 @@ def test_one_reading_serves_several_samples(tiny):
     for seed, first in enumerate(firsts):
         want = kvjax.generate(tiny, job.prompt, max_new_tokens=8, seed=seed, temperature=2.0, ignore_eos=True).tokens
         assert [int(first.token[0]), *call.tokens[seed][:7].tolist()] == want
+
+
+def test_weights_may_be_on_the_host(tiny):
+    """As for `kvjax.Engine`."""
+    job = dataclasses.replace(jobs()[0], ends=(), given=())
+    batches = [
+        Batch(params, rows=2, prompt_len=64, max_new_tokens=16) for params in (tiny, jax.tree.map(np.asarray, tiny))
+    ]
+    first, second = (begun(batch, job, 0) for batch in batches)
+    assert first.tokens == second.tokens
 
 
 def test_rows_that_are_stopped_end(tiny):

@@ -1,6 +1,7 @@
 """The scheduler of a running batch, against a model of what it drives, with no device."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -77,11 +78,13 @@ class FakeBatch:
         self.rows, self.reused, self.most, self.admits = rows, 0, most, admits
         self.group = most if group is None else group
         self.fails, self.read, self.held = "", list[list[int]](), list[set[int]]()
+        self.asked: set[tuple[int, int]] = set()
         self.reset()
 
     def reset(self) -> None:
         self.restricted: dict[int, int] = {}
         self.grammars: dict[int, int] = {}
+        self.unread = [0] * self.rows
         self.left: list[list[int]] = [[] for _ in range(self.rows)]
         self.live = [False] * self.rows
 
@@ -121,16 +124,22 @@ class FakeBatch:
         assert not self.live[row]
         first, *rest = job.tokens
         self.grammars.pop(row, None)
+        self.restricted.pop(row, None)
         if job.grammar:
             assert allowed == 0
+            self.restricted[row] = 0
             self.grammars[row] = 0 if job.given else 1
+        self.unread[row] = max(len(job.given) - 1, 0)
         self.left[row] = [first, *rest] if job.given else rest
         self.live[row] = bool(self.left[row])
         return First(np.asarray([first]), np.asarray([0.0]))
 
     def allowed(self, job: Wish, tokens: list[int]) -> int:
-        """What a grammar returns: here, how many tokens it has seen."""
+        """What a grammar returns: here, how many tokens it has seen. It is called once before each token."""
         self._check("allowed")
+        assert len(tokens) < len(job.expected)
+        assert (job.name, len(tokens)) not in self.asked
+        self.asked.add((job.name, len(tokens)))
         return len(tokens)
 
     def restrict(self, allowed: dict[int, int]) -> None:
@@ -145,17 +154,21 @@ class FakeBatch:
         self.held.append(set(hold))
         for row in stop:
             self.live[row] = False
-        for row in self.grammars:
-            if self.live[row] and row not in hold:
-                assert (count, self.restricted[row]) == (1, self.grammars[row])
-                self.grammars[row] += 1
         tokens, filled, steps, begun = np.zeros((self.rows, count), int), np.zeros(self.rows, int), 0, sum(self.live)
 
         def going() -> list[int]:
             return [row for row in range(self.rows) if self.live[row] and row not in hold]
 
+        for row in going():
+            assert self.restricted.get(row) == self.grammars.get(row)
+            assert count == 1 or row not in self.grammars
         while steps < count and going() and not 0 < leave <= begun - sum(self.live):
             for row in going():
+                if self.unread[row]:
+                    self.unread[row] -= 1
+                    continue
+                if row in self.grammars:
+                    self.grammars[row] += 1
                 tokens[row, filled[row]] = self.left[row].pop(0)
                 filled[row] += 1
                 self.live[row] = bool(self.left[row])
@@ -214,14 +227,14 @@ class Schedules(RuleBasedStateMachine):
         new=st.integers(1, 9),
         blocks=st.integers(1, 4),
         stops=st.none() | st.integers(1, 9),
-        given=st.booleans(),
+        given=st.integers(0, 3),
         grammar=st.sampled_from([None, None, "g"]),
         halts=st.none() | st.integers(1, 9),
     )
     def submit(
-        self, new: int, blocks: int, stops: int | None, given: bool, grammar: str | None, halts: int | None
+        self, new: int, blocks: int, stops: int | None, given: int, grammar: str | None, halts: int | None
     ) -> None:
-        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) if given else (), grammar, halts=halts)
+        wish = Wish(1000 * len(self.tickets), new, blocks, stops, (1,) * given, grammar, halts=halts)
         self.tickets.append(self.scheduler.submit(wish))
 
     @rule(new=st.integers(1, 9), samples=st.integers(1, 5))
@@ -359,6 +372,18 @@ def test_rows_without_a_grammar_do_not_wait_for_it(grammars: int, calls: int, to
     while scheduler.busy:
         scheduler.turn()
     assert all(ticket.tokens == ticket.job.tokens for ticket in tickets)
+
+
+def test_a_cancelled_job_is_not_asked_for_its_grammar() -> None:
+    batch = FakeBatch(2)
+    scheduler = Scheduler(batch)
+    tickets = [scheduler.submit(Wish(100 * i, 9, grammar="g" if i == 0 else None)) for i in range(2)]
+    scheduler.turn()
+    scheduler.cancel(tickets[0])
+    batch.fails = "allowed"
+    while scheduler.busy:
+        scheduler.turn()
+    assert [ticket.ended for ticket in tickets] == ["cancelled", "length"]
 
 
 @pytest.mark.parametrize(("group", "waiting"), [(1, [8, 8, 7, 6, 5, 4]), (3, [8, 8, 5, 5, 1, 0]), (9, [8, 8, 0])])
@@ -567,6 +592,44 @@ def test_jobs_through_few_rows(policy, together, tiny, monkeypatch) -> None:
         return [ticket.tokens for ticket in tickets]
 
     assert run(2) == run(9)
+
+
+@pytest.mark.parametrize("policy", ["full", "rkv:40"])
+def test_jobs_beside_those_with_grammars_give_what_they_give_alone(policy, tiny) -> None:
+    """So do those with grammars: tokens, log-probabilities and why they end, bit for bit."""
+    random = np.random.default_rng(3)
+    kinds: list[dict[str, Any]] = [
+        {
+            "prompt": random.integers(0, 64, random.integers(5, 60)).tolist(),
+            "max_new_tokens": int(random.integers(1, 20)),
+            "given": [4, 5, 6][: i % 3],
+            "ends": [int(random.integers(0, 64))],
+            "seed": i,
+        }
+        for i in range(12)
+    ]
+
+    def job(i: int) -> Job:
+        def allowed(tokens: Sequence[int]) -> np.ndarray:
+            assert len(tokens) == next(calls)
+            return np.random.default_rng([i, *tokens]).integers(1, 2**32, 2, np.uint32)
+
+        calls = itertools.count()
+        return Job(**kinds[i], grammar=allowed if i % 4 == 0 else None)
+
+    def run(indices: Sequence[int]) -> list[Any]:
+        batch.reset()
+        scheduler = Scheduler(batch, steps=8)
+        tickets = [scheduler.submit(job(i)) for i in indices]
+        while scheduler.busy:
+            scheduler.turn()
+            assert scheduler.lost is None
+        return [(ticket.tokens, ticket.logprobs, ticket.ended) for ticket in tickets]
+
+    batch = Batch(tiny, policy, rows=4, prompt_len=60, max_new_tokens=24, given=3, masked=True)
+    found = run(range(12))
+    assert {ended for *_, ended in found} <= {"eos", "length"}
+    assert found == [run([i])[0] for i in range(12)]
 
 
 @pytest.mark.parametrize("policy", ["snapkv:40", "rkv:40"])

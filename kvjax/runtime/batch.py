@@ -33,7 +33,7 @@ from kvjax.runtime.mesh import on_host, resumed, saved
 from kvjax.runtime.prefixes import Anchor, Prefixes, blocks_from_start, has_fractions, keys_of
 from kvjax.runtime.rows import Reading, Request, Rows
 from kvjax.runtime.sampling import Grammar, Greedy, Masked, Sampler, Sampling, checked_bits
-from kvjax.runtime.small_blocks import leave_small_blocks
+from kvjax.runtime.small_blocks import block_bytes, leave_small_blocks
 from kvjax.runtime.top_tokens import MOST as MOST_TOPS
 
 READ_PARTS = 1, 2, 4, 6, 8
@@ -264,7 +264,7 @@ class Batch:
         self._shorter: dict[int, bool] = {}
         self._nothing: Any = None
         self._last = self._no_last()
-        self._between: list[Any] = []
+        self._between: list[Any] = []  # keeps small blocks of memory apart
         self.state: Rows | None = None
 
     @property
@@ -421,10 +421,11 @@ class Batch:
     def reset(self) -> None:
         """Begin with empty rows. The memory of the rows before is freed first."""
         self._free_rows()
+        state, self._nothing = programs.empty(self.policy, self.specs, self._request([]), self._no_logits())
+        self.state = state
         if not self._between:
-            devices = jax.tree.leaves(self.weights)[0].sharding.addressable_devices
-            self._between = leave_small_blocks(self._largest_argument, devices)
-        self.state, self._nothing = programs.empty(self.policy, self.specs, self._request([]), self._no_logits())
+            devices = state.pos.sharding.addressable_devices
+            self._between = leave_small_blocks(self._largest_of_calls, devices)
 
     def free(self) -> None:
         """Free the memory of all rows and stored states."""
@@ -517,8 +518,8 @@ class Batch:
         Args:
             count: maximum number of steps.
             stop: rows that end before the first step.
-            hold: rows that stay as they are.
-            leave: number of other rows whose end ends the call; 0 if none does.
+            hold: rows that stay as they are. If all live rows do, the call has no step.
+            leave: number of rows, not in `stop`, whose end ends the call; 0 if none does.
         """
         self.state, *call, tops = programs.serve(
             self.policy,
@@ -584,11 +585,13 @@ class Batch:
         waiting = 1 if not self.admits else self._most(min(self.read_sizes)) if samples else 0
         others = self.row_bytes * (1 + waiting + self.prefixes.most)
         reading = [each + more for each, more in zip(found[2:], beside, strict=True)]
+        if target().platform == "gpu":
+            others += block_bytes(self._largest_of_calls)
         return others + max(found[0], weights + found[1] - self.row_bytes, *reading)
 
     @property
-    def _largest_argument(self) -> int:
-        """Size in bytes of the largest array that a call gets from the host or returns to it."""
+    def _largest_of_calls(self) -> int:
+        """Size in bytes of the largest array that a call takes from the host or returns to it."""
         prompts = max(self._most(size) * size for size in self.read_sizes)
         results = self.rows * decoding.CHUNK * (MOST_TOPS if self.tops else 1)
         return 4 * max(prompts, results, self._all_allowed(self.rows).size if self.masked else 0)

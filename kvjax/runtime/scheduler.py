@@ -10,8 +10,8 @@ A turn fills free rows with waiting prompts, dispatches a call that decodes all 
 before. So the device always has work while the host reads tokens. If many prompts wait, rows are filled a group at a time.
 
 While a row has a grammar, a call is one step. Such a row stays as it is while its latest token is on the way to the host, and
-so takes part in every second call. If most rows have grammars, no call is dispatched before the results of the one before
-have been taken, and all rows take part in it. So it is while a job has a `stop`.
+so takes part in every second call. If most rows have grammars, all rows take part in each call, which is dispatched when the
+results of the call before have been taken. So are calls of one step while a job has a `stop`.
 """
 
 import dataclasses
@@ -87,6 +87,7 @@ class Ticket:
         ended: why the sequence ended; None while it waits or runs.
         stopped: whether the job's `stop` has ended it. Its row then ends before the next step.
         error: the error, if it failed.
+        allowed: how many tokens its grammar has seen, and what it allows after them. None before it has seen any.
         reused: number of prompt tokens whose state was stored, see `kvjax.runtime.prefixes`.
     """
 
@@ -97,7 +98,19 @@ class Ticket:
     ended: Ended | None = None
     stopped: bool = False
     error: Exception | None = None
+    allowed: tuple[int, Any] | None = None
     reused: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether no token follows those that have been taken."""
+        last = self.tokens[-1:]
+        return (
+            self.ended is not None
+            or self.stopped
+            or len(self.tokens) >= self.job.max_new_tokens
+            or bool(last and last[0] in self.job.ends)
+        )
 
 
 class _Started(NamedTuple):
@@ -253,38 +266,37 @@ class Scheduler:
             if isinstance(each, _Served):
                 unknown.update(ticket for row, ticket in each.owners.items() if row not in each.hold)
         hold = {row for row, each in self._owners.items() if each.job.grammar is not None and each in unknown}
-        failed = self._restrict(hold)
-        return _once([*failed, *self._take(keep_last=self._dispatch(1, hold))])
+        self._restrict(hold)
+        return self._take(keep_last=self._dispatch(1, hold))
 
     def _turn_and_wait(self) -> list[Ticket]:
         """Dispatch a single step, and take its results, as most jobs have to see each token before the next."""
         changed = self._take(keep_last=False)
-        changed += self._restrict()
+        self._restrict()
         self._dispatch(1)
         return _once([*changed, *self._take(keep_last=False)])
 
-    def _restrict(self, hold: Collection[int] = ()) -> list[Ticket]:
-        """Tell the batch what the grammars of all rows but those in `hold` allow. Returns jobs whose grammars fail."""
-        failed, allowed = list[Ticket](), dict[int, Any]()
+    def _restrict(self, hold: Collection[int] = ()) -> None:
+        """Tell the batch what the grammars of all rows but those in `hold` allow."""
+        allowed: dict[int, Any] = {}
         for row, ticket in self._owners.items():
-            if ticket.job.grammar is None or row in hold or ticket.ended is not None or ticket.stopped:
-                continue
-            bits = self._allowed(ticket)
-            if bits is None:
-                failed.append(ticket)
-            else:
-                allowed[row] = bits
+            if ticket.job.grammar is not None and row not in hold and not ticket.complete:
+                bits = self._allowed(ticket)
+                if bits is not None:
+                    allowed[row] = bits
         if allowed:
             self.batch.restrict(allowed)
-        return failed
 
     def _allowed(self, ticket: Ticket) -> Any:
         """The tokens that a job's grammar allows now; None if it fails, which ends this job alone."""
-        try:
-            return self.batch.allowed(ticket.job, ticket.tokens)
-        except Exception as error:
-            ticket.ended, ticket.error = "failed", error
-            return None
+        seen = len(ticket.tokens)
+        if ticket.allowed is None or ticket.allowed[0] != seen:  # while given tokens are processed, nothing changes
+            try:
+                ticket.allowed = seen, self.batch.allowed(ticket.job, ticket.tokens)
+            except Exception as error:
+                ticket.ended, ticket.error = "failed", error
+                return None
+        return ticket.allowed[1]
 
     def _fill(self) -> None:
         """Read waiting prompts, and insert them into free rows."""

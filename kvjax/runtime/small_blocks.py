@@ -17,12 +17,26 @@ LEAST = 256
 SMALLEST_BLOCKS = 128
 """Number of blocks of this size: each call has several arrays of a few numbers, and results wait for the host."""
 
-BLOCKS = 12
+BLOCKS = 8
 """Number of blocks of each larger size."""
 
 
+def block_counts(largest: int) -> dict[int, int]:
+    """Number of blocks of each size in bytes, where the largest array that should fit into a block has `largest` bytes."""
+    counts, size = {LEAST: SMALLEST_BLOCKS}, LEAST
+    while size < largest:
+        size *= 2
+        counts[size] = BLOCKS
+    return counts
+
+
+def block_bytes(largest: int) -> int:
+    """Bytes of a GPU's memory that `leave_small_blocks` sets aside, with the arrays that keep the blocks apart."""
+    return sum((size + LEAST) * count for size, count in block_counts(largest).items())
+
+
 def leave_small_blocks(largest: int, devices: Iterable[Any]) -> list[jax.Array]:
-    """Leave free blocks in the memory of GPUs, of `LEAST` bytes, twice as many, and so on, up to at least `largest`.
+    """Leave free blocks in the memory of GPUs, of `LEAST` bytes, twice as many, and so on, up to at least `largest` bytes.
 
     XLA's allocator puts an array into the smallest free block that has room for it. Without small blocks this is the large
     block that temporary memory is taken from, whose beginning then moves with each small array.
@@ -36,15 +50,12 @@ def leave_small_blocks(largest: int, devices: Iterable[Any]) -> list[jax.Array]:
     """
     kept: list[jax.Array] = []
     for device in devices:
-        if device.platform != "gpu":
-            continue
-        blocks, size = list[jax.Array](), LEAST
-        while size < 2 * max(largest, LEAST):
+        blocks: list[jax.Array] = []
+        for size, count in block_counts(largest).items() if device.platform == "gpu" else ():
             empty, between = np.zeros(size, np.uint8), np.zeros(1, np.uint8)
-            for _ in range(SMALLEST_BLOCKS if size == LEAST else BLOCKS):
+            for _ in range(count):
                 blocks.append(jax.device_put(empty, device))
                 kept.append(jax.device_put(between, device))
-            size *= 2
-        for block in jax.block_until_ready(blocks):
+        for block in blocks:
             block.delete()
     return kept

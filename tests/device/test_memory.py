@@ -15,7 +15,6 @@ from kvjax.cache import host_memory
 from kvjax.models import init
 from kvjax.policies import ChunkKV, ClusterKV, Full, TreeKV, offloaded
 from kvjax.runtime.engine import Engine
-from kvjax.runtime.small_blocks import leave_small_blocks
 
 ROWS, LENGTH, NEW = 4, 4000, 96
 COPIES = 16
@@ -129,21 +128,35 @@ def test_the_peak_is_what_the_compiler_said(name, device):
     assert seen["peak"] >= 0.8 * seen["predicted"], seen
 
 
-def test_small_arrays_leave_the_largest_free_block_as_it_is():
+SMALL_ARRAYS = """
+import json
+import jax, numpy as np
+from kvjax.runtime.small_blocks import leave_small_blocks
+device = jax.local_devices()[0]
+def taken():
+    before = device.memory_stats()["largest_free_block_bytes"]
+    sizes = [4] * 40 + [300, 1000, 5000, 20_000] * 4
+    arrays = jax.block_until_ready([jax.device_put(np.zeros(size, np.uint8), device) for size in sizes])
+    return before - device.memory_stats()["largest_free_block_bytes"]
+without = taken()
+kept = leave_small_blocks(20_000, [device])
+print(json.dumps([without, taken()]))
+"""
+
+
+def test_small_arrays_leave_the_largest_free_block_as_it_is(device):
     """They are put into the small blocks, so that temporary memory keeps its address."""
-    device = jax.local_devices()[0]
     if device.platform != "gpu":
         pytest.skip("only the allocator of GPUs is known")
-
-    def largest() -> int:
-        return device.memory_stats()["largest_free_block_bytes"]
-
-    def puts() -> list[jax.Array]:
-        sizes = [4] * 40 + [300, 1000, 5000, 20_000] * 4
-        return jax.block_until_ready([jax.device_put(np.zeros(size, np.uint8), device) for size in sizes])
-
-    kept = leave_small_blocks(20_000, [device])
-    before = largest()
-    arrays = puts()
-    assert largest() == before
-    del kept, arrays
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_ARRAYS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    without, taken = json.loads(done.stdout.splitlines()[-1])
+    assert without > 0
+    assert taken == 0
