@@ -1,5 +1,6 @@
 """Lists of prompts through running batches: each prompt gives what it gives alone, whatever the list."""
 
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -65,6 +66,16 @@ def test_results_as_they_finish(tiny):
             result.tokens
             == kvjax.generate(tiny, given[i], max_new_tokens=150, ignore_eos=True).tokens[: len(result.tokens)]
         )
+
+
+@pytest.mark.parametrize(("rows", "prefills", "decodes"), [(1, 4, 8), (4, 1, 2)])
+def test_time_of_turns_that_wait_for_prompts_is_that_of_prefill(rows, prefills, decodes, tiny, monkeypatch):
+    """Of a list that fits at once, the first turn; otherwise each turn after one that inserts a prompt."""
+    clock = itertools.count()
+    monkeypatch.setattr(many, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    given = [[7, 3, 11, 40] * 4] * 4
+    stats = kvjax.generate(tiny, given, "full", rows=rows, max_new_tokens=18, ignore_eos=True)[0].stats
+    assert (stats.prefill_seconds, stats.decode_seconds) == (prefills, decodes)
 
 
 def test_questions_and_stop_strings(talker):

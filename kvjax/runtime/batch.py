@@ -85,7 +85,7 @@ class Job:
         begun: a cache of the prompt's first tokens, which is continued, for batches with `block`.
         tops: how many of the most likely tokens of each step to report, for batches with `tops`.
         stop: takes each sampled token, and returns whether the sequence ends with it. It serves this job alone. The cache has
-            then read no further, but calls are one step long for all rows meanwhile.
+            then read no further. Meanwhile calls are one step long for all rows, and the device waits for the host after each.
     """
 
     prompt: Sequence[int]
@@ -518,8 +518,8 @@ class Batch:
         Args:
             count: maximum number of steps.
             stop: rows that end before the first step.
-            hold: rows that stay as they are. If all live rows do, the call has no step.
-            leave: number of rows, not in `stop`, whose end ends the call; 0 if none does.
+            hold: rows that take no part. If all live rows are held, the call has no step.
+            leave: the call returns once this many rows have ended, not counting those in `stop`; 0 for no such limit.
         """
         self.state, *call, tops = programs.serve(
             self.policy,
@@ -552,7 +552,7 @@ class Batch:
             samples: whether prompts may have several samples.
 
         Returns:
-            Peak device memory in bytes while the batch runs, according to XLA's memory analysis.
+            Peak device memory in bytes while the batch runs: by XLA's memory analysis, with the small blocks of a GPU.
         """
         shape = jax.ShapeDtypeStruct
         requests = jax.tree.map(_shape, self._request([_NOTHING]))

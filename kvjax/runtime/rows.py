@@ -382,8 +382,8 @@ serve = Program(
 )
 """`serve(policy, specs, params, rows, count, stop, hold, leave)`: up to `count` <= `CHUNK` decode steps of all live rows.
 
-Rows in `stop` end before the first step. Rows in `hold` stay as they are. The program also returns as soon as `leave` rows
-that are not in `stop` have ended, unless `leave` is 0.
+Rows in `stop` end before the first step. Rows in `hold` take no part. The program also returns once `leave` rows have ended,
+not counting those in `stop`, unless `leave` is 0.
 
 Returns the batch (the old one is used up), and tokens and log-probabilities in buffers of `CHUNK` columns. Then follow
 the number of columns that each row has filled, the rows that are still live, the number of steps, and the most likely

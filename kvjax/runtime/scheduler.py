@@ -9,9 +9,9 @@
 A turn fills free rows with waiting prompts, dispatches a call that decodes all rows, and takes the results of the call
 before. So the device always has work while the host reads tokens. If many prompts wait, rows are filled a group at a time.
 
-While a row has a grammar, a call is one step. Such a row stays as it is while its latest token is on the way to the host, and
-so takes part in every second call. If most rows have grammars, all rows take part in each call, which is dispatched when the
-results of the call before have been taken. So are calls of one step while a job has a `stop`.
+While a row has a grammar, a call is one step. A row with a grammar is held while its latest token is on the way to the host,
+so it takes part in every second call. If most rows have grammars, no row is held. The host then takes the results of each
+call before it dispatches the next. It does the same while a job has a `stop`.
 """
 
 import dataclasses
@@ -87,7 +87,8 @@ class Ticket:
         ended: why the sequence ended; None while it waits or runs.
         stopped: whether the job's `stop` has ended it. Its row then ends before the next step.
         error: the error, if it failed.
-        allowed: how many tokens its grammar has seen, and what it allows after them. None before it has seen any.
+        allowed: number of tokens that its grammar was last called with, and the bits that it returned. None before the first
+            call, and after the end.
         reused: number of prompt tokens whose state was stored, see `kvjax.runtime.prefixes`.
     """
 
@@ -98,12 +99,12 @@ class Ticket:
     ended: Ended | None = None
     stopped: bool = False
     error: Exception | None = None
-    allowed: tuple[int, Any] | None = None
+    allowed: tuple[int, Any] | None = dataclasses.field(default=None, repr=False)
     reused: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether no token follows those that have been taken."""
+        """Whether no token will be added: the sequence has ended, or its last token ends it."""
         last = self.tokens[-1:]
         return (
             self.ended is not None
@@ -128,7 +129,7 @@ class _Served(NamedTuple):
         owners: whose each row was when the call was dispatched.
         call: its results.
         leave: number of rows whose end ends the call; 0 if none does.
-        hold: rows that stay as they are.
+        hold: rows that take no part in the call.
     """
 
     owners: dict[int, Ticket]
@@ -150,8 +151,8 @@ class Scheduler:
         block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
         read_tokens: number of tokens, with padding, that are read between two calls while rows are live. Once it is reached,
             no other prompt is begun before the next call. By default there is no limit.
-        early: whether first tokens are taken as soon as the device has them, as streams need. Otherwise they are taken with
-            the next call's, so that the host dispatches further work while the device prefills.
+        early: whether a turn waits for the first tokens of the prompts that it inserts, as streams need. If False, they are
+            taken in the next turn. The host then prepares the next call while the device prefills.
         queue: jobs that wait, if several schedulers share them, see `Schedulers`.
         on_end: called with the batch, a job's ticket and its row when the row has ended, before it is given away.
 
@@ -270,7 +271,10 @@ class Scheduler:
         return self._take(keep_last=self._dispatch(1, hold))
 
     def _turn_and_wait(self) -> list[Ticket]:
-        """Dispatch a single step, and take its results, as most jobs have to see each token before the next."""
+        """Take all results, dispatch a single step, and take its results too.
+
+        For batches in which a job has a `stop`, or most rows have grammars.
+        """
         changed = self._take(keep_last=False)
         self._restrict()
         self._dispatch(1)
@@ -290,7 +294,7 @@ class Scheduler:
     def _allowed(self, ticket: Ticket) -> Any:
         """The tokens that a job's grammar allows now; None if it fails, which ends this job alone."""
         seen = len(ticket.tokens)
-        if ticket.allowed is None or ticket.allowed[0] != seen:  # while given tokens are processed, nothing changes
+        if ticket.allowed is None or ticket.allowed[0] != seen:  # given tokens do not change the number
             try:
                 ticket.allowed = seen, self.batch.allowed(ticket.job, ticket.tokens)
             except Exception as error:
@@ -472,7 +476,7 @@ class Scheduler:
     def _take(self, *, keep_last: bool) -> list[Ticket]:
         """Take all results, or all but those of the last call, which the device may still compute.
 
-        Unless first tokens are taken early, those of rows that take part in the last call for the first time are left too.
+        If `early` is False, the first tokens of rows that were inserted before the last call are left with it.
         """
         changed: dict[int, Ticket] = {}
         calls = sum(isinstance(each, _Served) for each in self._under_way)
@@ -515,6 +519,7 @@ class Scheduler:
                     ticket.ended = _why(ticket)
                 changed[id(ticket)] = ticket
                 self._stopped.discard(row)
+                ticket.allowed = None
                 if self.on_end is not None:
                     self.on_end(self.batch, ticket, row)
                 del self._owners[row]
@@ -541,6 +546,7 @@ class Scheduler:
             for ticket in each.owners.values() if isinstance(each, _Served) else [each.ticket]:
                 lost[id(ticket)] = ticket
         for ticket in lost.values():
+            ticket.allowed = None
             if ticket.ended is None:
                 ticket.ended, ticket.error = "failed", error
         for tickets, _ in reversed(self._ready):  # their prompts may be lost as well
