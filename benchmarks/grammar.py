@@ -4,8 +4,8 @@
 
 While a row has a grammar, calls are one step long, and the row takes part in every second one. If most rows have grammars,
 they take part in each. The grammar here allows all tokens. The time of real grammars depends on the schema, and is not
-measured. Tokens per second are those of the rows without a grammar while all rows are in use: `free_tokens_s` if no row has
-a grammar, scaled to the same number of rows, and `held_tokens_s` beside rows with one.
+measured. Tokens per second are measured while all rows are in use. `held_tokens_s` is the rate of the rows without a grammar,
+beside those with one. `free_tokens_s` is the rate if no row has a grammar, scaled to as many rows.
 """
 
 import argparse

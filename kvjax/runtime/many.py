@@ -179,7 +179,7 @@ def _through(run: Run, batches: Sequence[Batch], group: Sequence[int]) -> Iterat
             of.kept_share = batch.kept_share(row)
 
     on_end = keep if run.return_state or run.policy.info.keeps_by_threshold else None
-    early = len(group) <= sum(batch.rows for batch in batches)  # otherwise more prompts are to be prepared meanwhile
+    early = len(group) <= sum(batch.rows for batch in batches)  # otherwise the host prepares further prompts meanwhile
     scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, early=early, on_end=on_end)
     # The longest answers begin first, so that the last rows do not run alone for long. Among equal limits, long prompts
     # begin first, as a guess at which answers are long.

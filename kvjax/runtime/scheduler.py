@@ -135,7 +135,7 @@ class _Served(NamedTuple):
     owners: dict[int, Ticket]
     call: Any
     leave: int
-    hold: Collection[int] = ()
+    hold: Collection[int]
 
 
 OnEnd = Callable[[Any, Ticket, int], None]
@@ -260,7 +260,7 @@ class Scheduler:
     def _turn_with_grammars(self) -> list[Ticket]:
         """Dispatch a single step, and take the results of the call before.
 
-        Rows with a grammar whose latest token is on the way stay as they are.
+        Rows with a grammar are held while their latest token is on the way.
         """
         unknown = {each.ticket for each in self._under_way if isinstance(each, _Started)}
         for each in self._under_way:
@@ -455,7 +455,7 @@ class Scheduler:
             self._ended.clear()
 
     def _dispatch(self, steps: int, hold: Collection[int] = ()) -> bool:
-        """Dispatch a call that decodes, if there are rows for it. Rows in `hold` stay as they are.
+        """Dispatch a call that decodes, if there are rows for it. Rows in `hold` take no part.
 
         Returns whether another call may follow it.
         """
