@@ -149,12 +149,14 @@ def test_small_arrays_leave_the_largest_free_block_as_it_is(device):
     if device.platform != "gpu":
         pytest.skip("only the allocator of GPUs is known")
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    # The allocator takes its memory at once, as it does for users. Otherwise the largest free block grows with demand.
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.01"}
     done = subprocess.run(
         [sys.executable, "-c", SMALL_ARRAYS],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | memory | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     without, taken = json.loads(done.stdout.splitlines()[-1])

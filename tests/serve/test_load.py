@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import itertools
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_load_through_a_socket(client: Client) -> None:
     }
     load = Load(**options, vocabulary=62, shared=8, model="tiny")
 
-    async def run() -> tuple[list[Any], list[Any], list[Any]]:
+    async def run() -> tuple[list[Any], list[float], list[Any]]:
         server = uvicorn.Server(uvicorn.Config(client.app, lifespan="off", log_level="warning"))
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.ensure_future(server.serve(sockets=[place]))
@@ -36,17 +36,19 @@ def test_load_through_a_socket(client: Client) -> None:
             await asyncio.sleep(0.01)
         try:
             halves = await asyncio.gather(drive(load, 0, 2), drive(load, 1, 2))
+            begun = time.perf_counter()
             even = await drive(Load(**options | {"rate": 20.0, "requests": 4}, vocabulary=62, model="tiny", even=True))
             bad = await drive(Load(**options | {"rate": float("inf"), "requests": 2}, vocabulary=62, model="other"))
         finally:
             server.should_exit = True
             await serving
-        return [answer for half in halves for answer in half], even, bad
+        return [answer for half in halves for answer in half], [answer.sent - begun for answer in even], bad
 
-    answers, even, bad = client.run(run())
+    answers, sent, bad = client.run(run())
     assert [answer.status for answer in answers] == [200] * 12
     assert {answer.tokens for answer in answers} == {NEW}
-    assert all(after.sent - before.sent > 0.02 for before, after in itertools.pairwise(even))
+    # None is early, by more than clocks differ. How late they are depends on what else the machine does.
+    assert all(at > 0.05 * n - 0.005 for n, at in enumerate(sent, 1))
     row = summary(load, answers + bad)
     assert row["statuses"] == {"200": 12, "404": 2}
     assert "'other' is not served here" in row["errors"]["404"]
