@@ -56,7 +56,7 @@ def same(text: str, vocabulary: int) -> list[Job]:
 def run(batch: Batch, jobs: Sequence[Job], steps: int) -> dict[str, Any]:
     """Run all jobs, those with the longest answers first, and return the measurements."""
     batch.reset()
-    scheduler = Scheduler(batch, steps=steps, early=False)
+    scheduler = Scheduler(batch, steps=steps)
     start = time.perf_counter()
     tickets = [scheduler.submit(job) for job in sorted(jobs, key=lambda job: -job.max_new_tokens)]
     read, turns = 0.0, 0

@@ -70,7 +70,7 @@ def test_results_as_they_finish(tiny):
 
 @pytest.mark.parametrize(("rows", "prefills", "decodes"), [(1, 4, 8), (4, 1, 2)])
 def test_time_of_turns_that_wait_for_prompts_is_that_of_prefill(rows, prefills, decodes, tiny, monkeypatch):
-    """Of a list that fits at once, the first turn; otherwise each turn after one that inserts a prompt."""
+    """These are the turns that insert prompts."""
     clock = itertools.count()
     monkeypatch.setattr(many, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     given = [[7, 3, 11, 40] * 4] * 4

@@ -197,22 +197,12 @@ class Schedules(RuleBasedStateMachine):
         group=st.integers(1, 6),
         admits=st.booleans(),
         tokens=st.sampled_from([1, 25, math.inf]),
-        early=st.booleans(),
     )
     def begin(
-        self,
-        rows: int,
-        steps: int,
-        blocks: int,
-        batches: int,
-        most: int,
-        group: int,
-        admits: bool,
-        tokens: float,
-        early: bool,
+        self, rows: int, steps: int, blocks: int, batches: int, most: int, group: int, admits: bool, tokens: float
     ) -> None:
         self.batches = [FakeBatch(rows, most, admits=admits, group=group) for _ in range(batches)]
-        how: dict[str, Any] = {"steps": steps, "block_calls": blocks, "read_tokens": tokens, "early": early}
+        how: dict[str, Any] = {"steps": steps, "block_calls": blocks, "read_tokens": tokens}
         how["on_end"] = self.row_has_read_no_further
         self.scheduler = Scheduler(self.batches[0], **how) if batches == 1 else Schedulers(self.batches, **how)
         self.tickets: list[Ticket] = []
@@ -346,16 +336,15 @@ def test_short_prompts_are_read_together_into_as_many_rows() -> None:
     assert tickets[5].tokens == []
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_first_tokens_are_taken_early_or_with_those_of_the_next_call(early: bool) -> None:
+def test_first_tokens_are_taken_in_the_turn_that_inserts_their_rows() -> None:
     batch = FakeBatch(2)
-    scheduler = Scheduler(batch, steps=3, early=early)
+    scheduler = Scheduler(batch, steps=3)
     tickets = [scheduler.submit(Wish(100 * i, 8)) for i in range(2)]
     counts = []
     while scheduler.busy:
         scheduler.turn()
         counts.append([len(ticket.tokens) for ticket in tickets])
-    assert counts == [[1, 1] if early else [0, 0], [4, 4], [7, 7], [8, 8]]
+    assert counts == [[1, 1], [4, 4], [7, 7], [8, 8]]
 
 
 @pytest.mark.parametrize(

@@ -179,20 +179,17 @@ def _through(run: Run, batches: Sequence[Batch], group: Sequence[int]) -> Iterat
             of.kept_share = batch.kept_share(row)
 
     on_end = keep if run.return_state or run.policy.info.keeps_by_threshold else None
-    early = len(group) <= sum(batch.rows for batch in batches)  # otherwise the host prepares further prompts meanwhile
-    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, early=early, on_end=on_end)
+    scheduler = Schedulers(batches, steps=STEPS // 2 if watched else STEPS, on_end=on_end)
     # The longest answers begin first, so that the last rows do not run alone for long. Among equal limits, long prompts
     # begin first, as a guess at which answers are long.
     order = sorted(group, key=lambda i: (-run.rows[i].request.max_new_tokens, -len(run.rows[i].prompt)))
     owners: dict[Ticket, int] = {scheduler.submit(_job(run.rows[i])): i for i in order}
-    begun, read = time.perf_counter(), False
+    begun = time.perf_counter()
     while scheduler.busy:
         waiting = scheduler.waiting
         changed = scheduler.turn()
-        now, before = time.perf_counter(), read
-        read = waiting > scheduler.waiting
-        waited = read if early else before  # for prompts to be prefilled
-        if waited:
+        now = time.perf_counter()
+        if waiting > scheduler.waiting:
             run.prefill_seconds += now - begun
         else:
             run.decode_seconds += now - begun

@@ -163,7 +163,7 @@ class Rollouts:
         if one:
             raise ValueError("prompts is one prompt; give a list of prompts")
         ends = request.eos if eos_ids is None else tuple(eos_ids)
-        scheduler = Schedulers(self.batches, early=False)
+        scheduler = Schedulers(self.batches)
         tickets: list[list[Ticket]] = []
         for i, prompt in enumerate(ids):
             seeds = ((request.seed + i * samples + j) % 2**32 for j in range(samples))

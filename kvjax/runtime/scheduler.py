@@ -151,8 +151,6 @@ class Scheduler:
         block_calls: blocks of a prompt that are read between two calls that decode, while rows are live.
         read_tokens: number of tokens, with padding, that are read between two calls while rows are live. Once it is reached,
             no other prompt is begun before the next call. By default there is no limit.
-        early: whether a turn waits for the first tokens of the prompts that it inserts, as streams need. If False, they are
-            taken in the next turn. The host then prepares the next call while the device prefills.
         queue: jobs that wait, if several schedulers share them, see `Schedulers`.
         on_end: called with the batch, a job's ticket and its row when the row has ended, before it is given away.
 
@@ -171,12 +169,11 @@ class Scheduler:
         steps: int = 16,
         block_calls: int = 1,
         read_tokens: float = math.inf,
-        early: bool = True,
         queue: deque[list[Ticket]] | None = None,
         on_end: OnEnd | None = None,
     ) -> None:
         self.batch, self.steps, self.block_calls, self.on_end = batch, steps, block_calls, on_end
-        self.read_tokens, self.early = read_tokens, early
+        self.read_tokens = read_tokens
         self.most_rows, self.sharing = batch.rows, 1
         self._waited = 0  # calls that free rows have waited for others
         self._waiting: deque[list[Ticket]] = deque() if queue is None else queue
@@ -474,17 +471,14 @@ class Scheduler:
         return any(ticket.ended is None and (leave or self._left(ticket) > steps) for ticket in live.values())
 
     def _take(self, *, keep_last: bool) -> list[Ticket]:
-        """Take all results, or all but those of the last call, which the device may still compute.
-
-        If `early` is False, the first tokens of rows that were inserted before the last call are left with it.
-        """
+        """Take all results, or all but those of the last call, which the device may still compute."""
         changed: dict[int, Ticket] = {}
         calls = sum(isinstance(each, _Served) for each in self._under_way)
         while self._under_way:
             each = self._under_way[0]
-            if keep_last and calls == 1 and (isinstance(each, _Served) or not self.early):
-                break
             if isinstance(each, _Served):
+                if calls == 1 and keep_last:
+                    break
                 calls -= 1
                 self._under_way.popleft()
                 self._collect(each, changed)
@@ -583,7 +577,7 @@ class Schedulers:
 
     Args:
         batches: the batches, of equal sizes.
-        steps, block_calls, read_tokens, early, on_end: as for `Scheduler`.
+        steps, block_calls, read_tokens, on_end: as for `Scheduler`.
     """
 
     def __init__(
@@ -593,11 +587,10 @@ class Schedulers:
         steps: int = 16,
         block_calls: int = 1,
         read_tokens: float = math.inf,
-        early: bool = True,
         on_end: OnEnd | None = None,
     ) -> None:
         self._queue: deque[list[Ticket]] = deque()
-        how: dict[str, Any] = {"steps": steps, "block_calls": block_calls, "read_tokens": read_tokens, "early": early}
+        how: dict[str, Any] = {"steps": steps, "block_calls": block_calls, "read_tokens": read_tokens}
         how |= {"queue": self._queue, "on_end": on_end}
         self._each = [Scheduler(batch, **how) for batch in batches]
         for each in self._each:
