@@ -1,7 +1,7 @@
 """Tables of quality in docs/, made from the result files; `python -m reproduction.tables` prints them."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.tables import decoded
-from kvjax.policies import policies
 from reproduction import block_sizes
 from reproduction.equal_bytes import merged
 
@@ -88,11 +87,7 @@ def question_agnostic(best: int = 5) -> str:
     Args:
         best: number of policies.
     """
-    scores = defaultdict[str, list[np.ndarray]](list)
-    for row in merged.at_equal_bytes(rows("leaderboard-h200.json")):
-        if row["target"] in (0.25, None):
-            scores[row["policy"]].append(merged.samples(row))
-    return _best({name: merged.mean_and_error(tasks) for name, tasks in scores.items()}, best)
+    return _best(merged.comparable(rows("leaderboard-h200.json")), best)
 
 
 def leaderboard_of(name: str) -> str:
@@ -101,7 +96,7 @@ def leaderboard_of(name: str) -> str:
     Tasks are the question-agnostic ones of the leaderboard.
     """
     scores, shares = defaultdict[tuple[str, float | None], list[np.ndarray]](list), {}
-    for row in merged.at_equal_bytes(rows("leaderboard-h200.json")):
+    for row in merged.comparable(rows("leaderboard-h200.json")):
         if row["policy"] in (name, "full"):
             case = row["policy"], row["target"]
             scores[case].append(merged.samples(row))
@@ -116,20 +111,20 @@ def leaderboard_of(name: str) -> str:
 
 
 def question_aware(best: int = 5) -> str:
-    """The best policies that drop tokens by the needles that they find in whole prompts that end with the question, and the full cache.
+    """The best policies of the leaderboard that keep 25 % of prompts with their question, and the full cache: mean score on RULER ± standard error.
 
     Args:
         best: number of policies.
     """
-    found = {
-        row["policy"]: merged.mean_and_error([np.asarray(each) for each in row["seen"].values()])
-        for row in rows("block-sizes-smollm2-135m-h200.json")
-        if not row["block"] and (row["policy"] == "full" or policies()[row["policy"]].about.memory == "freed")
-    }
-    return _best(found, best)
+    return _best(merged.comparable(rows("leaderboard-h200.json"), "prompt", seen=True), best)
 
 
-def _best(found: Mapping[str, tuple[float, float]], best: int) -> str:
+def _best(measured: Sequence[Mapping[str, Any]], best: int) -> str:
+    scores = defaultdict[str, list[np.ndarray]](list)
+    for row in measured:
+        if row["target"] in (0.25, None):
+            scores[row["policy"]].append(merged.samples(row))
+    found = {name: merged.mean_and_error(tasks) for name, tasks in scores.items()}
     ranked = sorted(found, key=lambda name: (name != "full", -found[name][0]))
     lines = [[f"`{name}`", f"{100 * found[name][0]:.1f} ± {100 * found[name][1]:.1f}"] for name in ranked[: best + 1]]
     return report.table(["policy", "score, %"], lines)

@@ -347,9 +347,16 @@ def test_recommended_policies_are_the_best_measured():
 
 def test_the_best_policies_have_the_scores_of_the_leaderboard():
     page = (ROOT / "docs/leaderboard.md").read_text(encoding="utf-8")
-    for name, score in re.findall(r"^\| `(.+?)` \| (\S+ ± \S+) \|", quality_tables.question_agnostic(), re.MULTILINE):
-        (line,) = re.findall(rf"^\| `{re.escape(name)}` .*\|$", page.split("by task\n")[0], flags=re.MULTILINE)
-        assert score in line
+    for table, heading in (
+        (quality_tables.question_agnostic(), "### ruler-4096, equal bytes\n"),
+        (quality_tables.question_aware(), "### ruler-4096, equal shares of the prompt\n"),
+    ):
+        (part,) = re.findall(rf"^{heading}(.*?)^### ", page, flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(r"^\| `(.+?)` \| (\S+ ± \S+) \|", table, re.MULTILINE)
+        assert len(found) == 6
+        for name, score in found:
+            (line,) = re.findall(rf"^\| `{re.escape(name)}` .*\|$", part, flags=re.MULTILINE)
+            assert score in line
 
 
 def test_vllm_is_shown_beside_what_its_machine_measured(monkeypatch):

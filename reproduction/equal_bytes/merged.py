@@ -120,12 +120,20 @@ def counting(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [task for task in tasks if task not in full or np.nanmean(full[task]) >= LEAST_FULL]
 
 
-def at_equal_bytes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Question-agnostic rows with scores at shares of bytes, and of the full cache, in tasks that count.
+def comparable(
+    rows: Sequence[Mapping[str, Any]], share_of: str = "bytes", *, seen: bool = False
+) -> list[Mapping[str, Any]]:
+    """Rows with scores of one convention, and of the full cache, in tasks that count.
 
     A policy has no rows at a share if one of the tasks is missing there.
+
+    Args:
+        rows: all rows.
+        share_of: what the shares are of, see `of`.
+        seen: whether the prompt was compressed with the question in sight.
     """
-    chosen = [row for row in rows if of(row) == "bytes" and not row["seen"] and "scores" in row]
+    scored = [row for row in rows if "scores" in row]
+    chosen = [row for row in scored if row["policy"] == "full" or (of(row) == share_of and row["seen"] == seen)]
     tasks = counting(chosen)
     whole = {name for name, each in by_entry(chosen).items() if set(tasks) <= set(each)}
     return [row for row in chosen if row["task"] in tasks and (row["policy"], row["target"], row["seen"]) in whole]

@@ -352,7 +352,7 @@ def points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the picture is drawn from: the question unseen, a point for each policy at each share."""
     found = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        mine = merged.at_equal_bytes([row for row in rows if row["suite"] == suite])
+        mine = merged.comparable([row for row in rows if row["suite"] == suite])
         bytes_held = {(row["policy"], row["target"]): (row["held"], row["full"]) for row in mine}
         for (policy, target, _), scores in merged.by_entry(mine).items():
             held, full = bytes_held[policy, target]
