@@ -16,6 +16,7 @@ from benchmarks import long_file, tables
 from kvjax.policies import registry
 from reproduction import tables as quality_tables
 from reproduction.analyses import kvzip_needles
+from reproduction.equal_bytes import merged
 
 ROOT = Path(__file__).parents[1]
 README, OWN_POLICY, QUALITY, SPEED, KERNELS, WEIGHTS, SEVERAL_DEVICES = (
@@ -343,6 +344,13 @@ def test_recommended_policies_are_the_best_measured():
         named = [re.sub(r"0\.25,?", "", text).rstrip(":") for text in re.findall(r"\[`([^`]+)`\]", line)]
         assert len(named) == 2
         assert all(text.startswith(best) for text, best in zip(named, ranked[1:3], strict=True)), (named, ranked)
+    # Its budget is not a share of the prompt.
+    (settings,) = {
+        row["settings"]["policy"]
+        for row in merged.comparable(quality_tables.rows("leaderboard-h200.json"), "prompt", seen=True)
+        if (row["policy"], row["target"]) == ("rocketkv", 0.25)
+    }
+    assert f"With `{settings.replace('budget=', '')}` it keeps about a quarter" in page
 
 
 def test_the_best_policies_have_the_scores_of_the_leaderboard():

@@ -294,11 +294,10 @@ def _means(
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)
                 cells.append(f"{shown} ({100 * held[policy, *column]:.1f} %)")
         lines.append([f"`{policy}`", *cells])
-    conclusion = "; ".join(
-        f"{' and '.join(leading[column])} at {_titled(column)}" for column in columns if column in leading
+    told = "".join(
+        f"- **Best at {_titled(column)}:** {', '.join(leading[column])}\n" for column in columns if column in leading
     )
-    told = f"**Best: {conclusion}.** " if conclusion else ""
-    told += "In parentheses: share of the full cache's bytes."
+    told += "\n" * bool(told) + "In parentheses: share of the full cache's bytes."
     told += f" Policies are ordered by the column {_titled(first)}." if first is not None else ""
     return told + "\n\n" + report.table(["policy", *map(_titled, columns)], lines) + "\n"
 
