@@ -1,6 +1,7 @@
 """Merge the parts that runs have written into one result file: a score for each sample, without the answers."""
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,28 @@ LEAST_FULL = 0.5
 """A task counts only where the full cache has at least this mean score."""
 
 
+def first_samples(rows: Sequence[Mapping[str, Any]], count: int | None = None) -> list[Mapping[str, Any]]:
+    """Rows with the scores of their first samples alone, so that all policies are compared on the same prompts.
+
+    Args:
+        rows: of one suite. Those without scores are returned as they are.
+        count: the number of samples; by default the one that most rows have. Rows that have fewer keep what they have.
+    """
+    lengths = Counter(len(row["scores"]) for row in rows if "scores" in row)
+    most = count or min(lengths, key=lambda length: (-lengths[length], length), default=0)
+    return [{**row, "scores": row["scores"][:most]} if "scores" in row else row for row in rows]
+
+
+def with_samples(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Rows of the policies and shares at which all tasks that count have this many samples."""
+    tasks = counting(rows)
+    long = [row for row in rows if "scores" in row and np.sum(~np.isnan(samples(row)[:count])) == count]
+    found: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)
+    for row in long:
+        found[row["policy"], row["target"], row["seen"], of(row)].add(row["task"])
+    return [row for row in long if set(tasks) <= found[row["policy"], row["target"], row["seen"], of(row)]]
+
+
 def by_entry(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, float | None, bool], dict[str, np.ndarray]]:
     """Scores by task, of every policy at every share."""
     found: dict[tuple[str, float | None, bool], dict[str, np.ndarray]] = {}
@@ -125,14 +148,14 @@ def comparable(
 ) -> list[Mapping[str, Any]]:
     """Rows with scores of one convention, and of the full cache, in tasks that count.
 
-    A policy has no rows at a share if one of the tasks is missing there.
+    A policy has no rows at a share if one of the tasks is missing there. All rows have the first samples alone, see `first_samples`.
 
     Args:
-        rows: all rows.
+        rows: all rows of a suite.
         share_of: what the shares are of, see `of`.
         seen: whether the prompt was compressed with the question in sight.
     """
-    scored = [row for row in rows if "scores" in row]
+    scored = [row for row in first_samples(rows) if "scores" in row]
     chosen = [row for row in scored if row["policy"] == "full" or (of(row) == share_of and row["seen"] == seen)]
     tasks = counting(chosen)
     whole = {name for name, each in by_entry(chosen).items() if set(tasks) <= set(each)}

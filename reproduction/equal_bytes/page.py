@@ -1,5 +1,6 @@
 """Make docs/leaderboard.md and its picture from the result file."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ CONVENTIONS: dict[Convention, tuple[str, str]] = {
     ),
     "read": (
         "equal shares read",
-        "These policies hold all tokens. A query reads a share of the prompt's tokens.",
+        "These policies hold all tokens. A query reads a share of the prompt's tokens, or less: `infinigen` reads only tokens whose predicted\n"
+        "score is near the highest (`alpha`).",
     ),
 }
 """Title and explanation of each convention."""
@@ -94,7 +96,11 @@ def write(path: Path) -> None:
 
 def render(content: Mapping[str, Any], file: str) -> str:
     """The page, of a result file's content."""
-    header, rows = content["header"], content["rows"]
+    header, every = content["header"], content["rows"]
+    suites = {
+        suite: [row for row in every if row["suite"] == suite] for suite in dict.fromkeys(row["suite"] for row in every)
+    }
+    rows = [row for suite in suites.values() for row in merged.first_samples(suite)]
     settings, versions = header["settings"], header["versions"]
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
@@ -116,8 +122,7 @@ def render(content: Mapping[str, Any], file: str) -> str:
     ]
     if counts[-1] < FEW:
         parts.insert(1, "This is a small run that shows the form of the page. It does not compare the methods.\n")
-    for suite in dict.fromkeys(row["suite"] for row in rows):
-        mine = [row for row in rows if row["suite"] == suite]
+    for suite, mine in suites.items():
         parts += suite_parts(suite, mine)
     return "\n".join(parts)
 
@@ -164,6 +169,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
 
 def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the page has of one suite."""
+    every, rows = rows, merged.first_samples(rows)
     tasks = list(dict.fromkeys(row["task"] for row in rows if row["task"] is not None))
     counted = merged.counting(rows)
     parts = [f"## {suite}\n", f"{len(tasks)} tasks: {', '.join(tasks)}.\n"]
@@ -185,6 +191,11 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         parts.append(f"### {suite}, {CONVENTIONS[of][0]}\n")
         if any(row["target"] is not None for row in mine):
             parts += _of_convention(mine, counted)
+        parts += _more_samples(
+            [row for row in every if merged.of(row) == of or row["target"] is None],
+            counted,
+            f"{suite}, {CONVENTIONS[of][0]}",
+        )
         if early:
             told = ", ".join(f"{_titled(column)} ({done} of {all_})" for column, (done, all_) in early.items())
             parts.append(f"Not shown, as too few policies have been measured: {told}.\n")
@@ -196,6 +207,24 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
                     _tasks(scores, tasks, column),
                 ]
     return [*parts, _not_run(rows)]
+
+
+def _more_samples(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], title: str) -> list[str]:
+    """A table of the policies that were asked more samples than most, where at least two of them can be compared."""
+    count = max(len(row["scores"]) for row in rows if "scores" in row)
+    usual = max(len(row["scores"]) for row in merged.first_samples(rows) if "scores" in row)
+    long = [row for row in merged.with_samples(rows, count) if row["task"] in tasks]
+    scores = merged.by_entry(long)
+    compared = Counter((target, seen) for _, target, seen in scores)
+    columns = [column for column in _columns(scores) if compared[column] > 1]
+    if count == usual or not columns:
+        return []
+    shown = [row for row in long if row["target"] is None or (row["target"], row["seen"]) in columns]
+    return [
+        f"### {title}, with {count} samples of each task\n",
+        f"The first {usual} samples of each task are those of the table above. Only policies that were asked all {count} are listed.\n",
+        _means(shown, merged.by_entry(shown), tasks, columns, find_best=False),
+    ]
 
 
 def _columns(scores: Mapping[tuple[str, float | None, bool], Any]) -> list[Column]:
@@ -264,6 +293,7 @@ def _means(
     scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]],
     tasks: Sequence[str],
     columns: Sequence[Column],
+    find_best: bool = True,
 ) -> str:
     full = scores.get(("full", None, False))
     held = {(row["policy"], row["target"], row["seen"]): row["held"] / row["full"] for row in rows}
@@ -288,7 +318,11 @@ def _means(
                 cells.append(f"{len(mine)} of {len(tasks)} tasks")
             else:
                 others = [each for (_, *place), each in whole.items() if tuple(place) == column and each is not mine]
-                best = headroom(scores, (column[0], False)) and not any(clearly_above(each, mine) for each in others)
+                best = (
+                    find_best
+                    and headroom(scores, (column[0], False))
+                    and not any(clearly_above(each, mine) for each in others)
+                )
                 if best:
                     leading.setdefault(column, []).append(f"`{policy}`")
                 shown = f"**{_shown(mine)}**" if best else _shown(mine)

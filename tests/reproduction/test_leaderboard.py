@@ -201,6 +201,21 @@ def test_each_convention_has_its_table(tmp_path):
     assert '--shares 0.5 --prompt-shares 0.25 --read-shares ""' in text
 
 
+def test_policies_are_compared_on_the_samples_that_most_have(tmp_path):
+    """Two of three policies were asked four samples in place of two. The table has two of each, and another one has the four."""
+    rows = [row("full", "vt", [1.0] * 4, None), row("h2o", "vt", [0.5] * 2)]
+    rows += [row(policy, "vt", [1.0, 1.0, 0.0, 0.0]) for policy in ("snapkv", "tova")]
+    rows += [row(policy, "vt", [0.0] * 2, 0.25) for policy in ("snapkv", "tova", "h2o")]
+    text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
+    usual, longer = text.split("### ruler-64, equal bytes, with 4 samples of each task\n")
+    assert "2 samples of each task." in usual
+    assert "--samples 2 " in usual
+    assert "| `snapkv` | **100.0 ± 0.0** (50.0 %) | **0.0 ± 0.0** (50.0 %) |" in usual
+    assert "| `snapkv` | 50.0 ± 28.9 (50.0 %) |\n| `tova` | 50.0 ± 28.9 (50.0 %) |\n" in longer
+    assert "| `h2o`" not in longer
+    assert "Best at" not in longer
+
+
 def test_kvpress_finds_what_it_expects(tmp_path):
     """Names, files and columns of its `evaluate.py`, and scores in percent."""
     rows = [row("h2o", "vt", [1.0, 0.5]), row("h2o", "vt", [0.0], first=2), row("full", "vt", [1.0], None)]
