@@ -57,6 +57,7 @@ def leave_small_blocks(largest: int, devices: Iterable[Any]) -> list[jax.Array]:
             for _ in range(count):
                 blocks.append(jax.device_put(empty, device))
                 kept.append(jax.device_put(between, device))
-        for block in blocks:
+        # Memory that a copy still writes to would become free only later.
+        for block in jax.block_until_ready(blocks):
             block.delete()
     return kept
