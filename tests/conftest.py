@@ -64,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_num_cpu_devices", 8)
     if config.option.markexpr != "long":
         quick_programs.use_quick_flags()
+    quick_programs.leave_out_locations()
     quick_programs.share_contexts()
     if quick_programs.FOLDER not in os.environ:
         # The processes that run tests inherit it.
@@ -96,7 +97,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """Reduces the time and memory to trace, lower and compile the thousands of small programs that tests run.
 
-`conftest.py` calls `use_quick_flags`, `share_contexts` and `keep_programs` before the first program is compiled,
-because XLA reads its flags once. They replace private functions of JAX. After a JAX upgrade, check that the
-replacements still take effect. Between tests, `conftest.py` calls `drop_programs` when compiled programs take too much
+`conftest.py` calls `use_quick_flags`, `leave_out_locations`, `share_contexts` and `keep_programs` before the first
+program is compiled, because XLA reads its flags once. They replace private functions of JAX. After a JAX upgrade, check
+that the replacements still take effect. Between tests, `conftest.py` calls `drop_programs` when compiled programs take too much
 memory.
 """
 
@@ -18,8 +18,12 @@ from typing import Any
 
 import jax
 
-FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-"""XLA flags for many small programs: no fusion emitters, and one module per program instead of one per thread.
+FLAGS = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_disable_hlo_passes=hlo-verifier"
+)
+"""XLA flags for many small programs: no fusion emitters, one module per program instead of one per thread, and no check
+of XLA's own passes after each of them.
 
 The *fusion emitters* are XLA's newer code generator for CPUs. Small programs compile faster without them, but programs
 of the default model's 30 layers compile twice as fast with them (see `for_large_programs`).
@@ -98,6 +102,12 @@ def keep_programs(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def leave_out_locations() -> None:
+    """Lower programs without the lines of Python that their operations come from, for versions of JAX that have the option."""
+    if "jax_traceback_in_locations_limit" in jax.config.values:
+        jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 def use_quick_flags() -> None:
