@@ -13,9 +13,10 @@ import os
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,21 @@ def recorded(tier: str) -> dict[str, float]:
         return {}
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     return {row["what"]: row["cpu"] for row in rows if "::" in row["what"]}
+
+
+def rotate(cases: Iterable[Any], always: Collection[Any]) -> list[Any]:
+    """Parameters of a test that asks the same in many cases: those in `always` in every run, and the others marked `rotating`."""
+    cases = list(cases)
+    for case in always:
+        if case not in cases:
+            raise ValueError(f"{case!r} is no case; use some of {cases}")
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[] if case in always else pytest.mark.rotating,
+        )
+        for case in cases
+    ]
 
 
 def expected_runs(count: int) -> float:

@@ -19,8 +19,7 @@ from typing import Any
 import jax
 
 FLAGS = (
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_disable_hlo_passes=hlo-verifier"
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_disable_hlo_passes=hlo-verifier"
 )
 """XLA flags for many small programs: no fusion emitters, one module per program instead of one per thread, and no check
 of XLA's own passes after each of them.

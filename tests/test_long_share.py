@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from long_share import PARTS, ROTATED, SHARES, VARIABLE, Choice, assign, choose, expected_runs, group
+from long_share import PARTS, ROTATED, SHARES, VARIABLE, Choice, assign, choose, expected_runs, group, rotate
 
 ROOT = Path(__file__).parents[1]
 NAMES = [f"tests/test_{file}.py::test_{test}[{case}]" for file in "ab" for test in "cd" for case in range(100)]
@@ -156,3 +156,12 @@ def test_a_share_without_a_test_passes(tmp_path: Path, options: list[str]) -> No
     assert empty.returncode == 0, empty.stdout + empty.stderr
     nothing = pytest_in(tmp_path, "-m", "not long", **{VARIABLE: f"{1 - index}/2"})
     assert nothing.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_of_many_cases_some_run_always() -> None:
+    found = rotate([("a", 1), ("b", 2), ("c", 3)], always=[("b", 2)])
+    assert [param.values for param in found] == [("a", 1), ("b", 2), ("c", 3)]
+    assert [[mark.name for mark in param.marks] for param in found] == [["rotating"], [], ["rotating"]]
+    assert [param.values for param in rotate(range(2), always=range(1))] == [(0,), (1,)]
+    with pytest.raises(ValueError, match=r"'d' is no case"):
+        rotate("abc", always="bd")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from long_share import rotate
 from policies.driver import compositions, every_policy
 from policies.random_cases import draw_policy
 from policies.surrogates import model_inputs
@@ -119,7 +120,7 @@ def test_second_readings(policy, uneven, prompts):
     agree(generated(uneven, policy, prompts, None), generated(uneven, policy, prompts, "data=2,model=4"))
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "chelsea", "treekv", "catekv"])
+@pytest.mark.parametrize("name", rotate(["snapkv", "h2o", "chelsea", "treekv", "catekv"], always=["snapkv", "treekv"]))
 def test_reading_in_blocks(name, uneven, prompts):
     policy = next(policy for policy in POLICIES.values() if name in policy.info.name)
     one = generated(uneven, policy, prompts, None, block=16)
@@ -226,7 +227,7 @@ def drawn(number: int, params: Params) -> Policy:
 
 
 @pytest.mark.parametrize("mesh", ["data=2,model=3", pytest.param("model=3,sequence=2", marks=pytest.mark.mesh_long)])
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", rotate(range(8), always=[0, 1]))
 def test_random_combinations(number, mesh, prompts):
     params = model(6, 3, 8)
     policy = drawn(number, params)
