@@ -361,16 +361,17 @@ def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> 
 
 
 def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Policies that do not run at a share, with the reason."""
-    found: dict[tuple[str, str], list[float]] = {}
+    """Policies that do not run at a share, with the reason. It may differ by a few tokens between prompts with and without the question."""
+    found: dict[tuple[str, str], dict[float, set[bool]]] = {}
     for row in rows:
-        shares = found.setdefault((row["policy"], row["why"]), [])
-        if row["target"] not in shares:
-            shares.append(row["target"])
-    lines = [
-        f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in sorted(shares, reverse=True))}: {why}"
-        for (policy, why), shares in found.items()
-    ]
+        found.setdefault((row["policy"], row["why"]), {}).setdefault(row["target"], set()).add(row["seen"])
+    mixed = any(row["seen"] for row in rows)
+    kinds = ({False, True}, ""), ({False}, ", question-agnostic" if mixed else ""), ({True}, ", question-aware")
+    lines = []
+    for (policy, why), shares in found.items():
+        for kind, named in kinds:
+            if at := sorted((share for share, seen in shares.items() if seen == kind), reverse=True):
+                lines.append(f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in at)}{named}: {why}")
     return "These policies do not run at some shares:\n\n" + "\n".join(lines) + "\n"
 
 

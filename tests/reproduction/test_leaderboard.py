@@ -185,6 +185,22 @@ def test_a_convention_of_which_little_was_measured_has_no_table(tmp_path):
     assert "| `" not in kept
 
 
+def test_reasons_name_the_prompts_that_they_are_for(tmp_path):
+    """Prompts with and without the question may need different shares."""
+    unable = {**row("tova", "vt", [], 0.25), "task": None, "why": "needs 26 %"}
+    del unable["scores"]
+    rows = [row("full", "vt", [1.0, 1.0], None)]
+    rows += [row("snapkv", "vt", [1.0, 0.5], target, seen=seen) for target in (0.5, 0.25) for seen in (False, True)]
+    rows += [unable, unable | {"seen": True, "why": "needs 27 %"}]
+    rows += [unable | {"policy": "h2o", "seen": seen, "why": "never"} for seen in (False, True)]
+    text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
+    assert (
+        "- `tova`, at 25 %, question-agnostic: needs 26 %\n"
+        "- `tova`, at 25 %, question-aware: needs 27 %\n"
+        "- `h2o`, at 25 %: never\n"
+    ) in text
+
+
 def test_each_convention_has_its_table(tmp_path):
     """Rows at shares of the prompt are beside those at shares of bytes, and tasks that the full cache cannot do do not count."""
     rows = [row("full", "vt", [1.0] * 20, None), row("full", "cwe", [0.0] * 19 + [1.0], None)]
