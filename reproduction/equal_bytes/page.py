@@ -16,7 +16,7 @@ from reproduction import models
 from reproduction.sections import DOCS
 
 from . import merged
-from .cells import MEMORIES, Convention
+from .cells import MEMORIES, WHOLE_HEADS, Convention
 
 PICTURE = "leaderboard.png"
 
@@ -37,12 +37,13 @@ CONVENTIONS: dict[Convention, tuple[str, str]] = {
         "equal bytes",
         "Each policy gets the largest fractional budget at which its caches take no more than a share of the full cache's bytes. Bytes are\n"
         "those on device and host together, for all prompts of a suite. Room for the suite's longest question and answer is included. Slots are rounded, so\n"
-        "up to 2 % more counts as equal.",
+        "up to 2 % more counts as equal. Use this table to choose for a memory limit.",
     ),
     "prompt": (
         "equal shares of the prompt",
         "Each policy keeps a share of the prompt's tokens, and all new tokens in addition. This is kvpress' convention, whose compression\n"
-        "ratio is one minus the share. Policies that also evict new tokens run as `prompt_only(...)`.",
+        "ratio is one minus the share. Policies that also evict new tokens run as `prompt_only(...)`. A policy that needs up to\n"
+        f"{100 * (WHOLE_HEADS - 1):.0f} % more than the share is included.",
     ),
     "read": (
         "equal shares read",
@@ -55,15 +56,16 @@ CONVENTIONS: dict[Convention, tuple[str, str]] = {
 INTRODUCTION = """\
 # Leaderboard
 
-This page compares policies at equal cost, because the same budget means different things to different methods. All other hyperparameters
-have their defaults.
+This page compares policies at equal cost, because the same budget means different things to different methods. Other hyperparameters have
+their defaults, unless the policy's name gives them. Policies without a budget, such as `kivi`, get as many bits as the share allows.
 
 {conventions}
 
 *Question-agnostic*: the prompt is compressed before the question is known, as for many questions about one context.{seen}
 
-Cells are means over tasks in percent, with standard errors. All policies answer the same prompts. **Bold**: not significantly worse than
-the best of the column (paired t-test, 95 %), if the column has headroom. With this many comparisons, expect about 1 in 40 false positives.
+Cells are means over tasks in percent, with standard errors. All policies answer the same prompts. **Bold**: no other policy of the column is
+significantly better (paired t-test, 95 %). A column has no bold cells if the full cache is not significantly better than `streaming_llm`.
+With this many comparisons, expect about 1 in 40 false positives.
 """
 
 SEEN = """ *Question-aware*: the
@@ -104,6 +106,8 @@ def render(content: Mapping[str, Any], file: str) -> str:
     settings, versions = header["settings"], header["versions"]
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     counts = sorted({int(np.sum(~np.isnan(merged.samples(row)))) for row in rows if "scores" in row})
+    most = max(len(row["scores"]) for row in every if "scores" in row)
+    more = f", and {most} for some policies" if most > counts[-1] else ""
     parts = [
         INTRODUCTION.format(
             seen=SEEN if any(row["seen"] for row in rows if "scores" in row) else "",
@@ -112,13 +116,13 @@ def render(content: Mapping[str, Any], file: str) -> str:
             ),
         ),
         f"Measured with {models.title(settings)} (`{settings['fingerprint']}`) in {settings['dtype']} on {header['device']}; {told}; "
-        f"seed {settings['seed']}. {_listed(counts)} samples of each task.\n",
+        f"seed {settings['seed']}. {_listed(counts)} samples of each task{more}.\n",
         "```bash\n" + command(settings, rows) + "\n```\n",
         f"`reproduction/results/{file}` has the score of each sample. `--export` writes RULER's results in the format of kvpress'\n"
         "evaluation.\n",
         *about_ruler(header),
         f"![Mean score over bytes of the cache, one line per policy]({PICTURE})\n",
-        "The five policies with the best mean have colours, the others are grey.\n",
+        "Colours mark the five policies with the best mean over the sizes at which each was measured. The others are grey.\n",
     ]
     if counts[-1] < FEW:
         parts.insert(1, "This is a small run that shows the form of the page. It does not compare the methods.\n")
@@ -147,6 +151,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
     most = max(len(row["scores"]) for row in rows if "scores" in row)
     tasks = {task: given for suite in settings["suites"].values() for task, given in suite["tasks"].items()}
     seeing = dict.fromkeys(row["policy"].partition(":")[0] for row in rows if row["seen"])
+    by_default = {merged.of(row) for row in rows if row["seen"]} == {"prompt"}
     files = [f"--{name.replace('_', '-')} {tasks[name]['data']}" for name in ("qa_1", "qa_2") if name in tasks]
     default = settings["model"].endswith("(the default model)")
     model = "" if default else f" --model {models.title(settings)}"
@@ -161,8 +166,7 @@ def command(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
             *(f"--text {text}" for text in dict.fromkeys(each["text"] for each in tasks.values() if "text" in each)),
             *([" ".join(files)] if files else []),
             f"--policies {','.join(names)}",
-            f'--seeing "{",".join(seeing)}"',
-            "--out part.jsonl",
+            "--out part.jsonl" if by_default else f'--seeing "{",".join(seeing)}" --out part.jsonl',
         ]
     )
 
@@ -204,7 +208,7 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
             for column in _columns(scores):
                 parts += [
                     f"### {suite}, {CONVENTIONS[of][0]}: {_titled(column)}, by task\n",
-                    _tasks(scores, tasks, column),
+                    _tasks(scores, tasks, counted, column),
                 ]
     return [*parts, _not_run(rows)]
 
@@ -260,8 +264,7 @@ def _of_convention(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> l
             f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not significantly better "
             "than\nStreamingLLM, so differences between policies mean nothing there.\n"
         )
-    if empty := _unreached(counted, columns):
-        parts.append(empty)
+    parts += [told for told in (_undropped(counted), _unreached(counted, columns)) if told]
     if unable := [row for row in rows if row["task"] is None]:
         parts.append(_unable(unable))
     return parts
@@ -337,14 +340,33 @@ def _means(
 
 
 def _tasks(
-    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]], tasks: Sequence[str], column: Column
+    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]],
+    tasks: Sequence[str],
+    counted: Sequence[str],
+    column: Column,
 ) -> str:
-    lines = []
+    """Scores by task, the best policy first. Policies for which a task is missing have no mean, and come last."""
+    lines: list[tuple[float, list[str]]] = []
     for (policy, *place), mine in scores.items():
         if tuple(place) == column or policy == "full":
+            whole = set(counted) <= set(mine)
+            mean = merged.mean_and_error([mine[task] for task in counted])[0] if whole else -1.0
             cells = [f"{100 * np.nanmean(mine[task]):.0f}" if task in mine else "" for task in tasks]
-            lines.append([f"`{policy}`", *cells])
-    return report.table(["policy", *(f"`{task}`" for task in tasks)], lines) + "\n"
+            first = np.inf if policy == "full" else mean
+            lines.append((first, [f"`{policy}`", f"{100 * mean:.1f}" if whole else "", *cells]))
+    ordered = [line for _, line in sorted(lines, key=lambda each: -each[0])]
+    return report.table(["policy", "mean", *(f"`{task}`" for task in tasks)], ordered) + "\n"
+
+
+def _undropped(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which policies got a budget of all tokens, since their codes alone fit the share; empty if none."""
+    found: dict[str, dict[float, None]] = {}
+    for row in rows:
+        settings = row.get("settings", {})
+        if settings.get("budget") == 1.0 or str(settings.get("policy", "")).endswith("budget=1.0"):
+            found.setdefault(row["policy"], {})[row["target"]] = None
+    told = ", ".join(f"`{policy}` at {' and '.join(f'{100 * x:g} %' for x in at)}" for policy, at in found.items())
+    return f"These drop no tokens, as all fit the share: {told}.\n" if told else ""
 
 
 def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
@@ -357,7 +379,7 @@ def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> 
             if (policy, column[1]) in asked and (policy, *column) not in there:
                 found.setdefault(policy, []).append(_titled(column))
     told = ", ".join(f"`{policy}` ({'; '.join(titles)})" for policy, titles in found.items())
-    return f"Cells are empty where scores of some tasks are missing: {told}.\n" if told else ""
+    return f"Not measured yet: {told}.\n" if told else ""
 
 
 def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -372,7 +394,7 @@ def _unable(rows: Sequence[Mapping[str, Any]]) -> str:
         for kind, named in kinds:
             if at := sorted((share for share, seen in shares.items() if seen == kind), reverse=True):
                 lines.append(f"- `{policy}`, at {' and '.join(f'{100 * share:g} %' for share in at)}{named}: {why}")
-    return "These policies do not run at some shares:\n\n" + "\n".join(lines) + "\n"
+    return "These policies do not fit some shares, or cannot run:\n\n" + "\n".join(lines) + "\n"
 
 
 def _not_run(rows: Sequence[Mapping[str, Any]]) -> str:

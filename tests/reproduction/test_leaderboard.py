@@ -124,7 +124,7 @@ def test_the_page_of_made_up_numbers(tmp_path):
     assert "| `streaming_llm` | 13.3 ± 6.2 (50.0 %) |" in text
     assert "| `tova` | 1 of 2 tasks |" in text
     assert "- `quest`, at 50 %: needs at least 101.0 %" in text
-    assert "| `streaming_llm` | 13 | 13 |" in text
+    assert "| `streaming_llm` | 13.3 | 13 | 13 |\n| `tova` |  | 0 |  |" in text
     assert "--policies snapkv,streaming_llm,tova,quest" in text
     assert "3 samples of each task" in text
     assert re.search(r"^Not run: (?!.*`(snapkv|streaming_llm|tova|quest)`).*`kivi`", text, flags=re.MULTILINE)
@@ -166,7 +166,7 @@ def test_the_page_says_what_was_asked_and_what_was_not_reached(tmp_path):
     rows += [row(policy, "vt", [1.0, 0.5], seen=True) for policy in ("snapkv", "tova")]
     rows += [row("snapkv", "vt", [1.0, 0.5], 0.25, seen=True)]
     text = rendered([*rows, unable, unable | {"target": 0.5}], {"vt": {}, "qa_2": {"data": "hotpot.json"}})
-    assert "Cells are empty where scores of some tasks are missing: `tova` (25 %, question-agnostic)." in text
+    assert "Not measured yet: `tova` (25 %, question-agnostic)." in text
     assert "Not shown, as too few policies have been measured: 25 %, question-aware (1 of 2)." in text
     assert "*Question-aware*" in text
     assert '--seeing "snapkv,tova"' in text
@@ -183,6 +183,18 @@ def test_a_convention_of_which_little_was_measured_has_no_table(tmp_path):
     assert "| `snapkv` |" in held
     assert "Not shown, as too few policies have been measured: 25 %, question-agnostic (1 of 3)." in kept
     assert "| `" not in kept
+
+
+def test_what_drops_no_tokens_is_named(tmp_path):
+    """Codes of all tokens may fit a share. Of policies in others, the budget is in their text."""
+    rows = [row("full", "vt", [1.0, 1.0], None)]
+    rows += [row("snapkv", "vt", [1.0, 0.5], target) | {"settings": {"budget": 2 * target}} for target in (0.5, 0.25)]
+    inner = {"settings": {"policy": "snapkv:budget=1.0", "bits": 4}}
+    rows += [row("quantized(snapkv; bits=4)", "vt", [1.0, 0.5], target) | inner for target in (0.5, 0.25)]
+    text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
+    assert (
+        "These drop no tokens, as all fit the share: `snapkv` at 50 %, `quantized(snapkv; bits=4)` at 50 % and 25 %.\n"
+    ) in text
 
 
 def test_reasons_name_the_prompts_that_they_are_for(tmp_path):
@@ -215,6 +227,7 @@ def test_each_convention_has_its_table(tmp_path):
     assert "| policy | 25 %, question-agnostic | 25 %, question-aware |" in kept
     assert "| `snapkv` | **50.0 ± 0.0** (50.0 %) | **50.0 ± 0.0** (50.0 %) |" in kept
     assert '--shares 0.5 --prompt-shares 0.25 --read-shares ""' in text
+    assert "--seeing" not in text  # by default all are asked both ways at shares of the prompt, and only there
 
 
 def test_policies_are_compared_on_the_samples_that_most_have(tmp_path):
@@ -224,7 +237,7 @@ def test_policies_are_compared_on_the_samples_that_most_have(tmp_path):
     rows += [row(policy, "vt", [0.0] * 2, 0.25) for policy in ("snapkv", "tova", "h2o")]
     text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
     usual, longer = text.split("### ruler-64, equal bytes, with 4 samples of each task\n")
-    assert "2 samples of each task." in usual
+    assert "2 samples of each task, and 4 for some policies." in usual
     assert "--samples 2 " in usual
     assert "| `snapkv` | **100.0 ± 0.0** (50.0 %) | **0.0 ± 0.0** (50.0 %) |" in usual
     assert "| `snapkv` | 50.0 ± 28.9 (50.0 %) |\n| `tova` | 50.0 ± 28.9 (50.0 %) |\n" in longer
