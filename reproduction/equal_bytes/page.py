@@ -264,7 +264,8 @@ def _of_convention(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> l
             f"No headroom at {' and '.join(f'{100 * share:g} %' for share, _ in flat)}: the full cache is not significantly better "
             "than\nStreamingLLM, so differences between policies mean nothing there.\n"
         )
-    parts += [told for told in (_undropped(counted), _unreached(counted, columns)) if told]
+    near = [_as_good_as_full(counted, scores, tasks, seen) for seen in (False, True)]
+    parts += [told for told in (*near, _undropped(counted), _unreached(counted, columns)) if told]
     if unable := [row for row in rows if row["task"] is None]:
         parts.append(_unable(unable))
     return parts
@@ -356,6 +357,27 @@ def _tasks(
             lines.append((first, [f"`{policy}`", f"{100 * mean:.1f}" if whole else "", *cells]))
     ordered = [line for _, line in sorted(lines, key=lambda each: -each[0])]
     return report.table(["policy", "mean", *(f"`{task}`" for task in tasks)], ordered) + "\n"
+
+
+def _as_good_as_full(
+    rows: Sequence[Mapping[str, Any]],
+    scores: Mapping[tuple[str, float | None, bool], Mapping[str, np.ndarray]],
+    tasks: Sequence[str],
+    seen: bool,
+) -> str:
+    """Policies that the full cache is not significantly better than, each with the fewest bytes at which this is so; empty if none."""
+    full = scores.get(("full", None, False))
+    held = {(row["policy"], row["target"], row["seen"]): row["held"] / row["full"] for row in rows}
+    found: dict[str, float] = {}
+    for (policy, target, asked), mine in scores.items():
+        whole = target is not None and asked == seen and full is not None and set(tasks) <= set(mine)
+        if whole and headroom(scores, (target, False)) and not clearly_above(full, mine):
+            found[policy] = min(found.get(policy, np.inf), held[policy, target, seen])
+    told = ", ".join(
+        f"`{policy}` ({100 * found[policy]:.1f} %)" for policy in sorted(found, key=lambda each: found[each])
+    )
+    kind = "question-aware" if seen else "question-agnostic"
+    return f"**Not significantly below the full cache, {kind}, with their fewest bytes:** {told}.\n" if told else ""
 
 
 def _undropped(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -224,6 +224,9 @@ def test_each_convention_has_its_table(tmp_path):
     assert "Means leave out cwe, where the full cache scores less than 50 %" in text
     held, kept = text.split("### ruler-64, equal bytes\n")[1].split("### ruler-64, equal shares of the prompt\n")
     assert "| `snapkv` | **100.0 ± 0.0** (50.0 %) |" in held
+    near = "**Not significantly below the full cache, question-agnostic, with their fewest bytes:**"
+    assert f"\n{near} `snapkv` (50.0 %).\n" in held
+    assert near not in kept
     assert "| policy | 25 %, question-agnostic | 25 %, question-aware |" in kept
     assert "| `snapkv` | **50.0 ± 0.0** (50.0 %) | **50.0 ± 0.0** (50.0 %) |" in kept
     assert '--shares 0.5 --prompt-shares 0.25 --read-shares ""' in text
