@@ -367,11 +367,14 @@ def _as_good_as_full(
 ) -> str:
     """Policies that the full cache is not significantly better than, each with the fewest bytes at which this is so; empty if none."""
     full = scores.get(("full", None, False))
+    if full is None:
+        return ""
     held = {(row["policy"], row["target"], row["seen"]): row["held"] / row["full"] for row in rows}
     found: dict[str, float] = {}
     for (policy, target, asked), mine in scores.items():
-        whole = target is not None and asked == seen and full is not None and set(tasks) <= set(mine)
-        if whole and headroom(scores, (target, False)) and not clearly_above(full, mine):
+        if target is None or asked != seen or not set(tasks) <= set(mine):
+            continue
+        if headroom(scores, (target, False)) and not clearly_above(full, mine):
             found[policy] = min(found.get(policy, np.inf), held[policy, target, seen])
     told = ", ".join(
         f"`{policy}` ({100 * found[policy]:.1f} %)" for policy in sorted(found, key=lambda each: found[each])
