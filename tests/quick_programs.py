@@ -1,9 +1,9 @@
 """Reduces the time and memory to trace, lower and compile the thousands of small programs that tests run.
 
 `conftest.py` calls `use_quick_flags`, `leave_out_locations`, `share_contexts` and `keep_programs` before the first
-program is compiled, because XLA reads its flags once. They replace private functions of JAX. After a JAX upgrade, check
-that the replacements still take effect. Between tests, `conftest.py` calls `drop_programs` when compiled programs take too much
-memory.
+program is compiled, because XLA reads its flags once. All but `leave_out_locations` replace private functions of JAX.
+After a JAX upgrade, check that the replacements still take effect. Between tests, `conftest.py` calls `drop_programs`
+when compiled programs take too much memory.
 """
 
 import ctypes

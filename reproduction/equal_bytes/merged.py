@@ -117,10 +117,10 @@ def first_samples(rows: Sequence[Mapping[str, Any]], count: int | None = None) -
     return [{**row, "scores": row["scores"][:most]} if "scores" in row else row for row in rows]
 
 
-def with_samples(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """Rows of the policies and shares at which all tasks that count have this many samples."""
-    tasks = counting(rows)
-    long = [row for row in rows if "scores" in row and np.sum(~np.isnan(samples(row)[:count])) == count]
+def with_samples(rows: Sequence[Mapping[str, Any]], count: int, tasks: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Rows of these tasks, of the policies and shares at which all of them have this many samples."""
+    scored = [row for row in rows if row["task"] in tasks and "scores" in row]
+    long = [row for row in scored if np.sum(~np.isnan(samples(row)[:count])) == count]
     found: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)
     for row in long:
         found[row["policy"], row["target"], row["seen"], of(row)].add(row["task"])

@@ -1,5 +1,6 @@
 """Make docs/leaderboard.md and its picture from the result file."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -215,9 +216,11 @@ def suite_parts(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _more_samples(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], title: str) -> list[str]:
     """A table of the policies that were asked more samples than most, where at least two of them can be compared."""
-    count = max(len(row["scores"]) for row in rows if "scores" in row)
-    usual = max(len(row["scores"]) for row in merged.first_samples(rows) if "scores" in row)
-    long = [row for row in merged.with_samples(rows, count) if row["task"] in tasks]
+    count, usual = (
+        max((len(row["scores"]) for row in each if "scores" in row), default=0)
+        for each in (rows, merged.first_samples(rows))
+    )
+    long = merged.with_samples(rows, count, tasks)
     scores = merged.by_entry(long)
     compared = Counter((target, seen) for _, target, seen in scores)
     columns = [column for column in _columns(scores) if compared[column] > 1]
@@ -388,10 +391,10 @@ def _undropped(rows: Sequence[Mapping[str, Any]]) -> str:
     found: dict[str, dict[float, None]] = {}
     for row in rows:
         settings = row.get("settings", {})
-        if settings.get("budget") == 1.0 or str(settings.get("policy", "")).endswith("budget=1.0"):
+        if settings.get("budget") == 1.0 or re.search(r"\bbudget=1\.0\b", str(settings.get("policy"))):
             found.setdefault(row["policy"], {})[row["target"]] = None
     told = ", ".join(f"`{policy}` at {' and '.join(f'{100 * x:g} %' for x in at)}" for policy, at in found.items())
-    return f"These drop no tokens, as all fit the share: {told}.\n" if told else ""
+    return f"Nothing is dropped here, since all tokens fit: {told}.\n" if told else ""
 
 
 def _unreached(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:

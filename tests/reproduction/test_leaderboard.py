@@ -178,6 +178,7 @@ def test_a_convention_of_which_little_was_measured_has_no_table(tmp_path):
     rows = [row("full", "vt", [1.0, 1.0], None), row("snapkv", "vt", [1.0, 0.5])]
     rows += [{**row(policy, "vt", [1.0, 0.5]), "task": None, "why": "no"} for policy in ("tova", "h2o")]
     rows += [{**row("snapkv", "vt", [1.0, 0.5], 0.25), "of": "prompt"}]
+    assert page._more_samples([each for each in rows if "why" in each], ["vt"], "no scores") == []
     text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
     held, kept = text.split("### ruler-64, equal bytes\n")[1].split("### ruler-64, equal shares of the prompt\n")
     assert "| `snapkv` |" in held
@@ -193,7 +194,7 @@ def test_what_drops_no_tokens_is_named(tmp_path):
     rows += [row("quantized(snapkv; bits=4)", "vt", [1.0, 0.5], target) | inner for target in (0.5, 0.25)]
     text = page.render(merged.merge([written(tmp_path / "a", rows)]), "file.json")
     assert (
-        "These drop no tokens, as all fit the share: `snapkv` at 50 %, `quantized(snapkv; bits=4)` at 50 % and 25 %.\n"
+        "Nothing is dropped here, since all tokens fit: `snapkv` at 50 %, `quantized(snapkv; bits=4)` at 50 % and 25 %.\n"
     ) in text
 
 
