@@ -27,6 +27,7 @@ def main() -> None:
     i, n = map(int, args.part.split("/"))
     end = None if args.seconds is None else time.monotonic() + args.seconds
 
+    import numpy as np
     import torch
     from kvpress import KVPressTextGenerationPipeline  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,6 +45,7 @@ def main() -> None:
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
     begin = {"versions": versions, "device": kind, "prompts": settings["prompts"], "dtype": settings["dtype"]}
     rows = begun(out, begin)
+    sketch = torch.from_numpy(np.load(args.folder / "sketch.npy")).to(device, model.dtype)
     done = {(row["method"], row["prompt"]) for row in rows}
     with out.open("a", encoding="utf-8") as file:
         for prompt in prompts[i - 1 :: n]:  # all methods have answered as many when time is up, but for one prompt
@@ -53,7 +55,7 @@ def main() -> None:
                 if end is not None and time.monotonic() > end:
                     print("out of time; run it again")
                     return
-                answer = answered(pipeline, method, prompt, settings["budget"])
+                answer = answered(pipeline, method, prompt, settings["budget"], sketch)
                 row = {"method": method, "prompt": prompt["prompt"], "answer": answer}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
@@ -79,13 +81,12 @@ def begun(out: Path, begin: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def answered(pipeline: Any, method: str, prompt: dict[str, Any], budget: int) -> str:
-    """One prompt's answer, its context compressed to `budget` tokens before the question is read."""
+def answered(pipeline: Any, method: str, prompt: dict[str, Any], budget: int, sketch: Any) -> str:
+    """One prompt's answer, its context compressed to `budget` tokens before the question is read. `sketch`: see `made`."""
     import torch
 
     context, question = (torch.tensor([prompt[name]]) for name in ("context", "question"))
-    # The share of a context that leaves `budget` tokens of it; a thousandth more, as kvpress rounds down.
-    press = made(method, 1 - (budget + 1e-3) / context.shape[1])
+    press = made(method, context.shape[1], budget, sketch)
     with torch.inference_mode():
         (answer,) = pipeline._forward(
             {"context_ids": context, "questions_ids": [question]}, max_new_tokens=prompt["max_new_tokens"], press=press
@@ -93,18 +94,75 @@ def answered(pipeline: Any, method: str, prompt: dict[str, Any], budget: int) ->
     return answer
 
 
-def made(method: str, ratio: float) -> Any:
-    """A press of kvpress by the name that kvjax has for the method; None for the full cache."""
+def made(method: str, tokens: int, budget: int, sketch: Any) -> Any:
+    """A press of kvpress by the name that kvjax has for the method; None for the full cache.
+
+    Args:
+        tokens: of the context.
+        budget: tokens that are left of it.
+        sketch: the random numbers of CompactorPress, [layers, heads, head size, 48], so that both libraries use the same ones.
+    """
     import kvpress  # pyright: ignore[reportMissingImports]
 
+    # The share of a context that leaves `budget` tokens of it; a thousandth more, as kvpress rounds down.
+    ratio = 1 - (budget + 1e-3) / tokens
     if method == "full":
         return None
     if method == "chunkkv":
         return kvpress.ChunkKVPress(kvpress.SnapKVPress(compression_ratio=ratio), chunk_length=20)
     if method == "streaming_llm":  # as published: tokens stand where they are in the cache
         return kvpress.KeyRerotationPress(kvpress.StreamingLLMPress(compression_ratio=ratio))
+    if (
+        method == "lagkv"
+    ):  # the published code keeps equally many of every segment; kvpress would also keep the remainder
+        return kvpress.LagKVPress(compression_ratio=1 - (evenly(tokens, budget) + 1e-3) / tokens)
+    if method == "kvzip":  # which rounds down the number of evicted tokens
+        return kvpress.KVzipPress(compression_ratio=1 - (budget - 1e-3) / tokens)
+    if method.startswith("compactor"):
+        return compactor(ratio, sketch, padded="unpadded" not in method)
     names = {"snapkv": "SnapKV", "tova": "TOVA", "keydiff": "KeyDiff", "expected_attention": "ExpectedAttention"}
     return getattr(kvpress, f"{names[method]}Press")(compression_ratio=ratio)
+
+
+def evenly(tokens: int, budget: int, sinks: int = 4, lag: int = 128) -> int:
+    """Tokens that LagKV keeps if every scored segment keeps equally many: at most `budget`."""
+    segments, rest = divmod(tokens - sinks, lag)
+    always = sinks + lag + rest
+    return always + (budget - always) // (segments - 1) * (segments - 1)
+
+
+def compactor(ratio: float, sketch: Any, padded: bool) -> Any:
+    """CompactorPress with given random numbers, and with or without padding in the last chunk of its attention."""
+    from unittest import mock
+
+    import torch
+    from kvpress.presses import (  # pyright: ignore[reportMissingImports]
+        compactor_press,
+        leverage_press,
+        non_causal_attention_press,
+    )
+
+    class Given(leverage_press.LeverageScorePress):
+        def score(self, module: Any, *args: Any, **options: Any) -> Any:
+            drawn = sketch[module.layer_idx][None]
+            with mock.patch.object(torch, "randn", return_value=drawn):
+                return super().score(module, *args, **options)
+
+    plain = non_causal_attention_press.NonCausalAttnPress.non_causal_chunked_attn
+
+    class Unpadded(non_causal_attention_press.NonCausalAttnPress):
+        @staticmethod
+        def non_causal_chunked_attn(q: Any, k: Any, chunk_size: int) -> Any:
+            whole = q.shape[2] // chunk_size * chunk_size
+            parts = [(0, whole, chunk_size), (whole, q.shape[2], q.shape[2] - whole)]
+            found = [plain(q[:, :, a:b], k[:, :, a:b], size) for a, b, size in parts if a < b]
+            return torch.cat(found, dim=-1)
+
+    press = compactor_press.CompactorPress(compression_ratio=ratio)
+    press._leverage_press = Given(compression_ratio=ratio, sketch_dimension=sketch.shape[-1])
+    if not padded:
+        press._non_causal_press = Unpadded(compression_ratio=ratio, chunk_size=press.chunk_size)
+    return press
 
 
 if __name__ == "__main__":

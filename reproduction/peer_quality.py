@@ -1,4 +1,4 @@
-"""Six methods of kvpress on the same weights and the same prompts: do both libraries answer alike?
+"""Nine methods of kvpress on the same weights and the same prompts: do both libraries answer alike?
 
     python -m reproduction.peer_quality ask FOLDER --model MODEL      # writes model, prompts and kvjax's answers
     python reproduction/peer_presses.py FOLDER                        # kvpress' answers, by the Python that has it
@@ -12,10 +12,11 @@ FOLDER they need not be asked again.
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
 with kvpress' settings of every method, and new tokens are kept in both. Scores are compared in pairs; every prompt that the two answer
-differently is listed.
+differently is listed. With `--methods`, only some methods are asked, and `compare` keeps the file's rows of the others.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import time
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 import kvjax
 from benchmarks import report
@@ -35,18 +38,45 @@ from kvjax.evals.ruler.scoring import match_all
 from kvjax.policies import (
     TOVA,
     ChunkKV,
+    Compactor,
     ExpectedAttention,
     Full,
     KeyDiff,
+    KVzip,
+    LagKV,
     Policy,
     SnapKV,
     StreamingLLM,
     prompt_only,
 )
+from kvjax.policies.kvzip import Repetition
 from reproduction import models, sections
 from reproduction.equal_bytes.batches import Roomy, answered
 from reproduction.equal_bytes.suite import Data, make_suites
 from reproduction.sections import Section, device
+
+
+class PressedRepetition(Repetition):
+    """The replay of `PressedKVzip`."""
+
+    def scores(self, found: Float[Array, "J B K C"], starts: Int[Array, " B"], size: int) -> Float[Array, "B K T"]:
+        before = jnp.arange(size, dtype=jnp.int32) < starts[:, None, None]
+        return jnp.where(before, -1.0, super().scores(found, starts, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class PressedKVzip(KVzip):
+    """KVzip as kvpress has it.
+
+    The words that ask for a later part have no space at their end. The chat template's tokens before the user's text, which are not
+    repeated, are the first to be evicted, but for the sinks.
+    """
+
+    @property
+    def replay(self) -> PressedRepetition:
+        plain = super().replay
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        return PressedRepetition(**fields | {"then": plain.then.rstrip()})
 
 
 def methods(budget: int) -> dict[str, Policy]:
@@ -59,7 +89,15 @@ def methods(budget: int) -> dict[str, Policy]:
         "tova": prompt_only(TOVA(budget=budget, keep_newest=True)),
         "keydiff": prompt_only(KeyDiff(budget=budget)),
         "expected_attention": ExpectedAttention(budget=budget, sinks=4, future=512, epsilon=0.0),
+        "lagkv": LagKV(budget=budget, sinks=4),
+        "compactor": Compactor(budget=budget),
+        UNPADDED: Compactor(budget=budget),
+        "kvzip": PressedKVzip(budget=budget, chunk=2048, slack=4.0),
     }
+
+
+UNPADDED = "compactor, unpadded"
+"""`compactor` beside kvpress' press without padding in the last chunk."""
 
 
 def main() -> None:
@@ -71,6 +109,9 @@ def main() -> None:
     parser.add_argument("--tasks", default="niah_single_2,niah_multikey_1,niah_multivalue,vt,fwe")
     parser.add_argument("--samples", type=int, default=10, help="of every task")
     parser.add_argument("--share", type=float, default=0.25, help="of the length, the tokens that are kept")
+    parser.add_argument(
+        "--methods", default=None, help=f"separated by semicolons; by default all: {'; '.join(methods(1024))}"
+    )
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument(
         "--seconds", type=float, default=None, help="start nothing after this time; the next run continues"
@@ -99,6 +140,11 @@ def ask(args: argparse.Namespace) -> None:
         raise SystemExit(f"--tasks {args.tasks}; give some of {', '.join(whole.tasks)}")
     budget = round(args.share * args.length)
     policies = methods(budget)
+    if args.methods is not None:
+        asked = args.methods.split(";")
+        if unknown := [name for name in asked if name not in policies]:
+            raise SystemExit(f"--methods: no method {', '.join(unknown)}; there are {'; '.join(policies)}")
+        policies = {name: policies[name] for name in asked}
     args.folder.mkdir(parents=True, exist_ok=True)
     before = args.folder / "settings.json"
     if before.exists() and (dtype := json.loads(before.read_text(encoding="utf-8"))["dtype"]) != args.dtype:
@@ -134,6 +180,7 @@ def ask(args: argparse.Namespace) -> None:
     results = ResultFile(args.folder / "ours.jsonl", header(**told))  # refuses to continue with others
     (args.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     (args.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    np.save(args.folder / "sketch.npy", sketches(params))
     done = {(row["method"], row["prompt"]) for row in results.rows}
     most = max(prompt["max_new_tokens"] for prompt in prompts)
 
@@ -169,6 +216,14 @@ def ask(args: argparse.Namespace) -> None:
     print("done")
 
 
+def sketches(params: kvjax.Params) -> Float[np.ndarray, "L K H k"]:
+    """The normal numbers of Compactor's sketches, by layer and head. kvpress draws them anew for each prompt."""
+    policy = Compactor()
+    assert policy.sketch is not None
+    specs = kvjax.Engine(params, policy, 512, prompt_len=512, max_new_tokens=1).specs
+    return np.stack([np.asarray(policy.sketch_of(spec)) * policy.sketch**0.5 for spec in specs])
+
+
 def compare(folder: Path, out: Path | None) -> None:
     """Write the result file, and print it."""
     prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -189,12 +244,46 @@ def compare(folder: Path, out: Path | None) -> None:
     rows = compared(prompts, ours, theirs)
     written = EXACT if begun["settings"]["dtype"] == "float32" else SECTION
     path = out or sections.RESULTS / f"{written.results}-{sections.slug(begun)}.json"
+    begun, rows = with_recorded(path, begun, rows)
     report.write(path, begun, rows)
     for row in rows:
         print(line(row))
     print(f"wrote {path}")
     if out is None:
         written.write()
+
+
+def with_recorded(
+    path: Path, begun: dict[str, Any], rows: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Header and rows with those of other methods that the result file has.
+
+    Raises:
+        SystemExit: the file's rows are of other settings, versions or devices.
+    """
+    asked = [row["method"] for row in rows]
+    if not path.exists() or set(asked) >= set(methods(1024)):
+        return begun, rows
+    recorded = report.read(path)
+
+    def told(header: Mapping[str, Any]) -> dict[str, Any]:
+        """What has to agree."""
+        peer = {"dtype": header["settings"]["dtype"], **header["peer"]}
+        return {
+            "device": header["device"],
+            "versions": header["versions"],
+            "settings": {name: value for name, value in header["settings"].items() if name != "methods"},
+            "peer": peer,
+        }
+
+    before, now = told(recorded["header"]), json.loads(json.dumps(told(begun)))
+    if different := [name for name in now if before[name] != now[name]]:
+        changes = "; ".join(f"{name} {before[name]}, now {now[name]}" for name in different)
+        raise SystemExit(f"{path} has other methods, measured differently: {changes}. Ask all methods, or give --out")
+    every = [*(row for row in recorded["rows"] if row["method"] not in asked), *rows]
+    order = list(methods(1024))
+    every.sort(key=lambda row: order.index(row["method"]))
+    return {**begun, "settings": {**begun["settings"], "methods": [row["method"] for row in every]}}, every
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -204,7 +293,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def compared(
     prompts: list[dict[str, Any]], ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each method: scores of both, the paired difference with half its 95 % interval, and prompts that differ."""
+    """A row for each method: scores of both, the paired difference with half its 95 % interval, and prompts whose answers differ."""
     asked = {prompt["prompt"]: prompt for prompt in prompts}
     answers = [{(row["method"], row["prompt"]): row["answer"] for row in rows} for rows in (ours, theirs)]
     rows = []
@@ -234,7 +323,7 @@ def compared(
                         "answers": [of[method, i] for of in answers],
                     }
                     for i, a, b in zip(both, mine, other, strict=True)
-                    if a != b
+                    if answers[0][method, i].strip() != answers[1][method, i].strip()
                 ],
             }
         )
@@ -246,8 +335,13 @@ def line(row: dict[str, Any]) -> str:
     error = "" if row["interval"] is None else f" ± {row['interval']:.3f}"
     return (
         f"{row['method']:20s} kvjax {row['kvjax']:.3f}  kvpress {row['kvpress']:.3f}  difference {row['difference']:+.3f}{error}  "
-        f"{row['same_answers']} of {row['prompts']} answers the same, {len(row['differing'])} scores differ"
+        f"{row['same_answers']} of {row['prompts']} answers the same, {len(_differing(row))} scores differ"
     )
+
+
+def _differing(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The prompts whose scores differ."""
+    return [each for each in row["differing"] if each["scores"][0] != each["scores"][1]]
 
 
 def section(content: Mapping[str, Any]) -> str:
@@ -283,7 +377,7 @@ def _scores(row: Mapping[str, Any]) -> list[str]:
 
 def _alike(row: Mapping[str, Any]) -> list[str]:
     """How many answers are the same, and the prompts whose scores differ."""
-    differing = [f"{each['prompt']} (`{each['task']}`)" for each in row["differing"]]
+    differing = [f"{each['prompt']} (`{each['task']}`)" for each in _differing(row)]
     return [f"{row['same_answers']} of {row['prompts']}", ", ".join(differing) or "none"]
 
 
@@ -292,13 +386,11 @@ def exact_section(content: Mapping[str, Any]) -> str:
     header, rows = content["header"], content["rows"]
     peer = header["peer"]
     same, asked = (sum(row[count] for row in rows) for count in ("same_answers", "prompts"))
-    told = [f"{same} of {asked} answers that both gave are the same."]
-    if same == asked:
-        told = [
-            f"**In {header['settings']['dtype']}, {same} of {asked} answers that both libraries gave are the same, word for word.** The differences "
-            "above are due to bfloat16. It rounds differently in the two libraries,",
-            "which changes the order of tokens with almost equal scores and of words with almost equal probabilities.",
-        ]
+    told = [
+        f"**In {header['settings']['dtype']}, {same} of {asked} answers that both libraries gave are the same, word for word.** Most differences "
+        "above are due to bfloat16. It rounds differently in the two libraries,",
+        "which changes the order of tokens with almost equal scores and of words with almost equal probabilities.",
+    ]
     most = max(row["prompts"] for row in rows)
     missing = {row["method"]: most - row["prompts"] for row in rows if row["prompts"] < most}
     if missing:  # kvjax answers all prompts of a batch at once, kvpress one at a time
@@ -310,9 +402,33 @@ def exact_section(content: Mapping[str, Any]) -> str:
         f"Prompts and weights are those of the section above, and both libraries compute matmuls in full float32 (`--dtype float32`; kvpress "
         f"{peer['versions']['kvpress']}, PyTorch {peer['versions']['torch']}, {peer['device']}; kvjax, {device(header)}).",
         "",
+        report.table(["method", "kvjax", "kvpress", *_ALIKE], [_scores(row) + _alike(row) for row in rows], "lrrrl"),
     ]
-    heads = ["method", "kvjax", "kvpress", *_ALIKE]
-    return "\n".join([*lines, report.table(heads, [_scores(row) + _alike(row) for row in rows], "lrrrl")])
+    if notes := [f"- {NOTES[row['method']]}" for row in rows if row["method"] in NOTES]:
+        lines += ["", *notes]
+    cells = [
+        [f"`{row['method']}`", f"{each['prompt']} (`{each['task']}`)", *(answer.strip() for answer in each["answers"])]
+        for row in rows
+        for each in row["differing"]
+    ]
+    if cells:
+        lines += [
+            "",
+            "The answers that differ:",
+            "",
+            report.table(["method", "prompt", "kvjax", "kvpress"], cells, "l"),
+        ]
+    return "\n".join(lines)
+
+
+NOTES = {
+    "lagkv": "`lagkv`: kvpress keeps as many tokens as kvjax, which keeps equally many of each segment.",
+    "compactor": "`compactor`: both use the same random sketches. In kvpress, tokens of the last chunk also attend to its padding. In the row "
+    "below, this padding is left out.",
+    "kvzip": "`kvzip`: kvjax is set as kvpress is. It may evict the tokens that the chat template puts before the text, and the instruction to "
+    "repeat has no space at its end.",
+}
+"""What pages say of methods that are set differently from kvjax's or kvpress' defaults."""
 
 
 SECTION = Section("howto/from_kvpress.md", "The same prompts in both", "peer-quality", section)

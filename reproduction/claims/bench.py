@@ -14,6 +14,7 @@ import kvjax
 from kvjax.evals import NeedleInAHaystack, Task, evaluate
 from reproduction import models
 from reproduction.analyses.continuation import continuation
+from reproduction.equal_bytes.cells import Maker
 
 from .claim import FULL as FULL
 from .claim import Row
@@ -41,7 +42,13 @@ class Bench:
         kept: results of the jobs that an earlier run finished, by name.
         keep: called with the name and result of each finished job.
         in_time: whether another job may start.
+        profiles: folder of profiles of models for which kvjax has none.
     """
+
+    def profiled(self, methods: Mapping[str, kvjax.Policy]) -> dict[str, kvjax.Policy]:
+        """The full cache and these methods, with profiles of the model's heads where they need them."""
+        make = Maker(self.params.config, self.profiles)
+        return {FULL: kvjax.Full(), **{name: make(policy) for name, policy in methods.items()}}
 
     params: kvjax.Params
     books: Sequence[Path]
@@ -52,6 +59,7 @@ class Bench:
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keep: Callable[[str, Any], None] = lambda name, result: None
     in_time: Callable[[], bool] = lambda: True
+    profiles: Path = Path(__file__).parents[1] / "profiles"
 
     def pieces(self, count: int, length: int, skip: int) -> list[list[int]]:
         """From each of the first `count` books, `length` tokens after the first `skip`.
@@ -99,7 +107,7 @@ def continued(
     bench: Bench, methods: Mapping[str, kvjax.Policy], texts: Sequence[Sequence[int]], prompt: int, at: str
 ) -> list[Row]:
     """Perplexity of what follows prompts, agreement with the full cache, and bytes held, of all methods and FULL."""
-    policies = {FULL: kvjax.Full(), **methods}
+    policies = bench.profiled(methods)
     found = bench.each({name: partial(_read_on, bench, texts, prompt, policy) for name, policy in policies.items()})
     rows, full = [], found[FULL]["predicted"]
     for name, mine in found.items():
@@ -132,7 +140,7 @@ def scored(
     bench: Bench, methods: Mapping[str, kvjax.Policy], tasks: Mapping[str, Task], measure: str, at: str, batch: int = 8
 ) -> list[Row]:
     """Scores of tasks, one after the other, of all methods and FULL. Policies see the question, as in the papers."""
-    policies = {FULL: kvjax.Full(), **methods}
+    policies = bench.profiled(methods)
     jobs = {
         f"{name}, {title}": partial(_scores, bench, task, policy, batch)
         for title, task in tasks.items()

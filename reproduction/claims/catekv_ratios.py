@@ -29,7 +29,7 @@ def methods(bench: Bench, budget: int, ratios: tuple[float, ...] = RATIOS) -> di
     """Both methods at every ratio, heads with a small budget having `budget` slots for the prompt.
 
     CateKV's types are voted for every ratio, on samples of the reference text. DuoAttention's whole heads are those with the
-    highest scores in kvjax's own profile.
+    highest scores in its profile, which comes with kvjax or is in `reproduction/profiles`.
     """
     count, length = (2, 512) if bench.small else (16, 2048)
     samples, _ = cut(bench.params, [bench.reference], count, length)

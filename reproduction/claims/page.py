@@ -25,12 +25,15 @@ PAPERS = {
 
 CONCLUSIONS = {
     "treekv": "TreeKV has the lowest perplexity of the four small caches in books of 4k to 16k tokens. Only its advantage over H2O at 4k is undecided.",
-    "chelsea": "Chelsea decodes faster and takes less memory than the full cache, as claimed. At a quarter of the cache it finds fewer needles than "
-    "StreamingLLM and CaM with SmolLM2. The [leaderboard](LEADERBOARD) has Chelsea above StreamingLLM and SnapKV, with a larger model and other tasks.",
+    "chelsea": "Chelsea decodes faster and takes less memory than the full cache, as claimed. At a quarter of the cache it finds more needles than "
+    "StreamingLLM and CaM with Qwen, and fewer with SmolLM2. With Qwen it finds fewer than SnapKV, which sees the question. In the "
+    "[leaderboard](LEADERBOARD), where policies do not see the question, Chelsea is above StreamingLLM and SnapKV.",
     "clusterkv": "ClusterKV recalls more of the important tokens than Quest with both models, except at the smallest budget with Qwen. Clustering by cosine "
-    "similarity recalls more than clustering by inner product in most comparisons, and no more than by L2 distance.",
+    "similarity recalls more than clustering by inner product in most comparisons, and no more than by L2 distance. With Qwen, its perplexity is "
+    "near the full cache's and lower than Quest's and InfiniGen's.",
     "chunkkv": "ChunkKV finds more needles than H2O and StreamingLLM with both models, and more than SnapKV with SmolLM2. With SmolLM2, chunks of 30 "
-    "find more than the paper's chunks of 10; with Qwen the difference is undecided.",
+    "find more than the paper's chunks of 10; with Qwen the difference is undecided. GSM8K does not tell methods apart with Qwen: the full cache is "
+    "not significantly better than StreamingLLM.",
     "catekv": "In its consistent heads, CateKV selects tokens only once. They receive nearly as much attention as those that Quest selects for each query. "
     "CateKV decodes faster and takes less memory than the full cache at 500 thousand tokens.",
 }

@@ -122,7 +122,7 @@ class Maker:
     config: ModelConfig
     profiles: Path | None = None
 
-    def __call__(self, policy: str) -> Policy:
+    def __call__(self, policy: str | Policy) -> Policy:
         """The policy, with the folder's profile if it needs one.
 
         Raises:

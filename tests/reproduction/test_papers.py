@@ -267,6 +267,8 @@ def test_conclusions_are_the_verdicts(found):
 
     assert timed("chelsea", "TPOT", "memory") == {"holds"}
     assert found("chelsea_needle", SMOLLM2, "streaming_llm", "cam") == ["fails", "fails"]
+    assert found("chelsea_needle", QWEN, "streaming_llm", "cam") == ["holds", "holds"]
+    assert found("chelsea_needle", QWEN, "snapkv") == ["fails"]
     lines = (papers.DOCS / "leaderboard.md").read_text(encoding="utf-8").splitlines()
     scores = {}
     for line in lines:
@@ -288,6 +290,7 @@ def test_conclusions_are_the_verdicts(found):
         *found("clusterkv_recall", QWEN, "clusterkv, L2"),
         *found("clusterkv_recall", SMOLLM2, "clusterkv, L2"),
     }
+    assert found("clusterkv_reading", QWEN) == ["holds"] * 3
 
     for model in (QWEN, SMOLLM2):
         assert found("chunkkv_needle", model, "h2o", "streaming_llm") == ["holds", "holds"]
@@ -297,6 +300,7 @@ def test_conclusions_are_the_verdicts(found):
     )
     assert found("chunkkv_needle", SMOLLM2, "chunkkv, chunks of 30") == ["fails"]
     assert found("chunkkv_needle", QWEN, "chunkkv, chunks of 30") == ["undecided"]
+    assert set(found("chunkkv_gsm8k", QWEN)) == {"no headroom"}
 
     assert found("catekv_recall", QWEN, "quest") == found("catekv_recall", SMOLLM2, "quest") == ["holds"]
     assert timed("catekv", "TPOT", "memory") == {"holds"}

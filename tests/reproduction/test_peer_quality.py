@@ -1,10 +1,14 @@
 """Both libraries' answers beside one another: by hand, and that every method that is asked of one is known to the other."""
 
+import dataclasses
 import inspect
 import json
 
+import jax.numpy as jnp
 import pytest
 
+from benchmarks import report
+from kvjax.policies import KVzip
 from reproduction import peer_presses, peer_quality
 
 
@@ -22,7 +26,8 @@ def test_answers_are_compared_in_pairs():
     assert (tova["difference"], tova["interval"]) == (pytest.approx(1 / 3), pytest.approx(4.303 / 6, rel=1e-3))
     assert tova["within_sampling_error"]
     assert tova["same_answers"] == 0
-    assert [each["prompt"] for each in tova["differing"]] == [0, 2]
+    assert [each["prompt"] for each in tova["differing"]] == [0, 1, 2]
+    assert "2 scores differ" in peer_quality.line(tova)
     assert (snapkv["same_answers"], snapkv["differing"], snapkv["interval"]) == (1, [], None)
 
 
@@ -46,7 +51,46 @@ def test_new_tokens_are_kept_as_presses_keep_them():
 
 def test_every_method_has_a_press():
     source = inspect.getsource(peer_presses.made)
-    assert all(f'"{method}"' in source for method in peer_quality.methods(256))
+    assert all(f'"{method.partition(",")[0]}"' in source for method in peer_quality.methods(256))
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(3968, 1010), (3844, 1002)])
+def test_lagkv_keeps_equally_many_of_each_segment(tokens, kept):
+    """Of 3968 tokens, 4 are sinks and 124 are after 30 segments, the last of which is kept: 256 and 29 times 26 of the other segments.
+
+    Of 3844 tokens, 30 segments follow the sinks: 132 and 29 times 30.
+    """
+    assert peer_presses.evenly(tokens, 1024) == kept
+
+
+def test_rows_of_other_methods_stay(tmp_path):
+    path = tmp_path / "results.json"
+    header = {
+        "device": "a GPU",
+        "versions": {"jax": "1"},
+        "settings": {"dtype": "float32", "methods": ["full", "tova"]},
+        "peer": {"versions": {"kvpress": "1"}, "dtype": "float32"},
+    }
+    rows = [{"method": "full", "prompts": 1}, {"method": "tova", "prompts": 1}]
+    report.write(path, header, rows)
+    now = {**header, "settings": {"dtype": "float32", "methods": ["full", "lagkv"]}}
+    new = [{"method": "full", "prompts": 2}, {"method": "lagkv", "prompts": 2}]
+    merged, every = peer_quality.with_recorded(path, now, new)
+    assert every == [new[0], rows[1], new[1]]
+    assert merged["settings"]["methods"] == ["full", "tova", "lagkv"]
+    with pytest.raises(SystemExit, match=r"measured differently: versions .*'1'.*'2'"):
+        peer_quality.with_recorded(path, {**now, "versions": {"jax": "2"}}, new)
+
+
+def test_kvzip_evicts_the_templates_tokens_as_kvpress_does():
+    """Four tokens before the text, of which the policy keeps none but its sinks. The score of a part is what was observed."""
+    policy = peer_quality.methods(256)["kvzip"]
+    found = jnp.arange(6, dtype=jnp.float32).reshape(2, 1, 1, 3)
+    plain = KVzip(chunk=3).replay.scores(found, jnp.asarray([4]), 9)
+    theirs = dataclasses.replace(policy, chunk=3).replay.scores(found, jnp.asarray([4]), 9)
+    assert theirs[0, 0].tolist() == [-1, -1, -1, -1, 0, 1, 2, 3, 4]
+    assert theirs[..., 4:].tolist() == plain[..., 4:].tolist()
+    assert policy.replay.then == "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 def test_answers_in_other_types_are_not_compared(tmp_path):
