@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from benchmarks import report
@@ -49,19 +49,10 @@ from kvjax.policies import (
     StreamingLLM,
     prompt_only,
 )
-from kvjax.policies.kvzip import Repetition
 from reproduction import models, sections
 from reproduction.equal_bytes.batches import Roomy, answered
 from reproduction.equal_bytes.suite import Data, make_suites
 from reproduction.sections import Section, device
-
-
-class PressedRepetition(Repetition):
-    """The replay of `PressedKVzip`."""
-
-    def scores(self, found: Float[Array, "J B K C"], starts: Int[Array, " B"], size: int) -> Float[Array, "B K T"]:
-        before = jnp.arange(size, dtype=jnp.int32) < starts[:, None, None]
-        return jnp.where(before, -1.0, super().scores(found, starts, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +64,15 @@ class PressedKVzip(KVzip):
     """
 
     @property
-    def replay(self) -> PressedRepetition:
+    def replay(self) -> Any:
         plain = super().replay
-        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-        return PressedRepetition(**fields | {"then": plain.then.rstrip()})
+        return dataclasses.replace(plain, then=plain.then.rstrip())
+
+    def shared_mask(
+        self, scores: Float[Array, "B L K T"], budget: Int[Array, " B"], pos: Int[Array, "B #K T"], most: int
+    ) -> Bool[Array, "B L K T"]:
+        not_repeated = scores == jnp.finfo(scores.dtype).max
+        return super().shared_mask(jnp.where(not_repeated, -1.0, scores), budget, pos, most)
 
 
 def methods(budget: int) -> dict[str, Policy]:

@@ -83,14 +83,15 @@ def test_rows_of_other_methods_stay(tmp_path):
 
 
 def test_kvzip_evicts_the_templates_tokens_as_kvpress_does():
-    """Four tokens before the text, of which the policy keeps none but its sinks. The score of a part is what was observed."""
-    policy = peer_quality.methods(256)["kvzip"]
-    found = jnp.arange(6, dtype=jnp.float32).reshape(2, 1, 1, 3)
-    plain = KVzip(chunk=3).replay.scores(found, jnp.asarray([4]), 9)
-    theirs = dataclasses.replace(policy, chunk=3).replay.scores(found, jnp.asarray([4]), 9)
-    assert theirs[0, 0].tolist() == [-1, -1, -1, -1, 0, 1, 2, 3, 4]
-    assert theirs[..., 4:].tolist() == plain[..., 4:].tolist()
-    assert policy.replay.then == "\n\nRepeat the part of the previous context exactly, starting with"
+    """Of 5 tokens before the text only the 4 sinks are kept, and the 2 best of the text's 4 tokens. kvjax's default keeps all 5."""
+    pressed = dataclasses.replace(peer_quality.methods(256)["kvzip"], budget=6)
+    most = jnp.finfo(jnp.float32).max
+    scores = jnp.asarray([most] * 5 + [0.1, 0.4, 0.2, 0.3], jnp.float32)[None, None, None]
+    pos, budget = jnp.arange(9)[None, None], jnp.asarray([6])
+    kept = [policy.shared_mask(scores, budget, pos, 9)[0, 0, 0].tolist() for policy in (pressed, KVzip(budget=6))]
+    assert [int(each) for each in kept[0]] == [1, 1, 1, 1, 0, 0, 1, 0, 1]
+    assert [int(each) for each in kept[1]] == [1, 1, 1, 1, 1, 0, 1, 0, 0]
+    assert pressed.replay.then == "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 def test_answers_in_other_types_are_not_compared(tmp_path):
