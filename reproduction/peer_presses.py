@@ -142,7 +142,7 @@ def compactor(ratio: float, sketch: Any, padded: bool) -> Any:
         non_causal_attention_press,
     )
 
-    class Given(leverage_press.LeverageScorePress):
+    class Given(leverage_press.LeverageScorePress):  # pyright: ignore[reportUntypedBaseClass]
         def score(self, module: Any, *args: Any, **options: Any) -> Any:
             drawn = sketch[module.layer_idx][None]
             with mock.patch.object(torch, "randn", return_value=drawn):
@@ -150,7 +150,7 @@ def compactor(ratio: float, sketch: Any, padded: bool) -> Any:
 
     plain = non_causal_attention_press.NonCausalAttnPress.non_causal_chunked_attn
 
-    class Unpadded(non_causal_attention_press.NonCausalAttnPress):
+    class Unpadded(non_causal_attention_press.NonCausalAttnPress):  # pyright: ignore[reportUntypedBaseClass]
         @staticmethod
         def non_causal_chunked_attn(q: Any, k: Any, chunk_size: int) -> Any:
             whole = q.shape[2] // chunk_size * chunk_size

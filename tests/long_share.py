@@ -1,4 +1,4 @@
-"""Pytest plugin: runs one share of the tests marked `long` or `mesh_long`, and a sixth of the `slow` and `mesh` ones marked `rotating`.
+"""Pytest plugin: runs one share of the tests marked `long` or `mesh_long`, and a ninth of the `slow` and `mesh` ones marked `rotating`.
 
 A continuous integration run has time for a part of these tests only. They are divided into shares, and the commit's hash selects one.
 Slow and mesh tests that ask the same of every policy or kernel are marked `rotating`. They are divided into `PARTS`.
@@ -29,7 +29,7 @@ TIERS = ("long", "mesh_long")
 SHARES = 90
 """Number of shares."""
 
-ROTATING, PARTS = "rotating", 6
+ROTATING, PARTS = "rotating", 9
 """Marker of tests of which a run takes a part, and the number of parts. The index of the share selects the part."""
 
 ROTATED = ("slow", "mesh")

@@ -92,6 +92,7 @@ def test_the_documented_number_of_runs() -> None:
     assert expected_runs(3) == pytest.approx(5.5)
     assert f"{expected_runs(SHARES):.0f} runs" in text
     assert f"{SHARES} shares" in text
+    assert f"{expected_runs(PARTS):.0f} runs are expected until every part has run" in text
 
 
 def pytest_in(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -112,13 +113,13 @@ def test_parts_of_rotating_tests_together_are_all(tmp_path: Path, tier: str) -> 
         "def test_always(): pass\n"
     )
     ran: list[str] = []
-    for index in (0, 7, 14, 27, 34, 89):
+    for index in (0, 10, 20, 30, 40, 50, 60, 70, 89):
         run = pytest_in(tmp_path, "-m", tier, **{VARIABLE: f"{index}/{SHARES}"})
         assert run.returncode == 0, run.stdout + run.stderr
         assert f"rotating tests: share {index} of {SHARES}, chosen by" in run.stdout
         ran += re.findall(r"(\S+) PASSED", run.stdout)
     each = [f"test_it.py::test_of_each[{x}]" for x in range(12)]
-    assert sorted(ran) == sorted([*each, *6 * ["test_it.py::test_always"]])
+    assert sorted(ran) == sorted([*each, *PARTS * ["test_it.py::test_always"]])
     run = pytest_in(tmp_path, "-m", tier, **{VARIABLE: "all"})
     assert len(re.findall(" PASSED", run.stdout)) == 13
 

@@ -188,7 +188,7 @@ def test_what_does_not_go(tiny):
 def chips_and_blocks() -> list[Any]:
     """Policies, chips and sizes of a block. A policy that waits, on a mesh, and two that do not, on a chip, are slow where prompts are read in blocks. All others are long.
 
-    The slow ones are in different sixths of the rotating tests.
+    The slow ones are in different parts of the rotating tests.
     """
     slow = [("full", "v5e"), ("rkv:1024", "v5e:2x2"), ("snapkv:1024", "v5e")]
     more = [("full", "v5e:2x2"), *((f"{policy}:1024", "v5e") for policy in ("rkv", "treekv", "clusterkv"))]

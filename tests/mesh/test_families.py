@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from long_share import rotate
 
 import kvjax
 from kvjax.config import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig
@@ -37,7 +38,7 @@ def recurrent() -> Params:
     )
 
 
-@pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2", "model=2,sequence=2"])
+@pytest.mark.parametrize("mesh", rotate(["model=2", "data=2,model=2", "model=2,sequence=2"], always=["data=2,model=2"]))
 def test_recurrent_layers_over_a_mesh(mesh: str) -> None:
     """Heads are sharded, and several devices have the same ones."""
     prompts = [np.random.default_rng(i).integers(3, 61, size).tolist() for i, size in enumerate((70, 7))]
@@ -76,12 +77,15 @@ def _check(params: Params, prompts: list[list[int]], mesh: str) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "policy"),
-    [
-        ("model=4", "full"),
-        ("data=2,sequence=2", "h2o:budget=20"),
-        ("model=2,sequence=2", "quest:budget=32"),
-        ("model=2", "turboquant"),
-    ],
+    rotate(
+        [
+            ("model=4", "full"),
+            ("data=2,sequence=2", "h2o:budget=20"),
+            ("model=2,sequence=2", "quest:budget=32"),
+            ("model=2", "turboquant"),
+        ],
+        always=[("data=2,sequence=2", "h2o:budget=20")],
+    ),
 )
 def test_sinks_and_biased_experts(mesh: str, policy: str) -> None:
     """Sinks are sharded with their query heads, also where devices share KV heads. Biases are with their experts."""

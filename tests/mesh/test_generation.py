@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from long_share import rotate
 
 import kvjax
 from kvjax.conversion import quantize_weights
@@ -91,12 +92,15 @@ def test_heads_that_devices_do_not_divide(heads, prompts):
 
 @pytest.mark.parametrize(
     "traits",
-    [
-        {"tied": True},
-        {"qkv_bias": True, "qk_norm": True},
-        {"output_bias": True, "mlp_bias": True},
-        {"sandwich_norms": True},
-    ],
+    rotate(
+        [
+            {"tied": True},
+            {"qkv_bias": True, "qk_norm": True},
+            {"output_bias": True, "mlp_bias": True},
+            {"sandwich_norms": True},
+        ],
+        always=[{"qkv_bias": True, "qk_norm": True}],
+    ),
 )
 def test_families(traits, prompts):
     params = model(4, 2, 16, **traits)

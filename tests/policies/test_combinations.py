@@ -21,7 +21,7 @@ COMBINATIONS = {
 }
 
 SLOW = {"CateKV × Quest", "ChunkKV × KIVI, 4 bits", "DuoAttention × CateKV"}
-"""One that reads a part, one that drops and quantises, and one by heads. They are in different sixths of the rotating
+"""One that reads a part, one that drops and quantises, and one by heads. They are in different parts of the rotating
 tests. The others compile as long, and are among the long tests.
 """
 

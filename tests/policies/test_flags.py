@@ -49,6 +49,7 @@ def flags(**values):
             jax.config.update(name, value)
 
 
+@pytest.mark.rotating  # those of the default tier run for every commit
 @each(every_policy(16), often=True)
 def test_programs_are_traced_under_all_flags(policy):
     """In 32 bits, with flags that refuse what code may do by accident."""

@@ -163,6 +163,7 @@ def test_rows_are_independent(name: str, policy: Policy) -> None:
     as_if_alone(model(name), plain.PROMPTS, policy=bound(policy, model(name)), atol=atol, **plain.GREEDY)
 
 
+@pytest.mark.rotating
 @over_models(plain.TIGHT)
 def test_cache_is_donated(name: str, policy: Policy) -> None:
     plain.test_cache_is_donated(bound(policy, model(name)), model(name))
@@ -178,6 +179,7 @@ def test_state_round_trips(name: str, policy: Policy, tmp_path) -> None:
     plain.test_state_round_trips(bound(policy, model(name)), model(name), tmp_path)
 
 
+@pytest.mark.rotating
 @over_models([policy for policy in plain.TIGHT if not policy.info.transform])
 def test_one_block_is_the_prompt(name: str, policy: Policy) -> None:
     """Chunked prefill with one block keeps and answers what a whole prompt does, with those policies that have it."""
@@ -214,6 +216,7 @@ def test_a_session_is_the_same_in_pieces(name: str, policy: Policy, monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_full_in_blocks_is_full(name: str) -> None:
     blocks.test_full_in_blocks_is_full(model(name), 5)

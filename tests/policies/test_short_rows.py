@@ -56,6 +56,7 @@ def kept(policy: Policy, case) -> list[list[list[int]]]:
     ]
 
 
+@pytest.mark.rotating  # those of the default tier run for every commit
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=in_tier(COMBINED.get(name, name), often=True)) for name in (*policies(), *COMBINED)],
