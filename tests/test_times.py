@@ -1,8 +1,12 @@
 """`benchmarks.test_times`: how seconds are divided among phases, and rows among files."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks import test_times
+from benchmarks import report, test_times
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_moment_counts_once_and_as_the_innermost_phase():
@@ -30,3 +34,16 @@ def test_imports_and_collection_are_not_counted_as_tests():
     lines = [line("imports", 1.0, 0.0), line("collection", 1.0, 0.0), line("a.py::one", 1.0, 0.5)]
     found = test_times.total(lines)
     assert (found["tests"], found["programs"], found["cpu"]) == (1, 9, 3.0)
+
+
+def test_the_page_has_the_shares_of_the_recorded_run():
+    run = report.read(ROOT / "benchmarks/results/test-times.json")["rows"][0]
+    compiled, prepared, rest = (
+        f"{sum(run[phase] for phase in phases) / run['seconds']:.0%}".replace("%", " %")
+        for phases in (["compile"], ["trace", "lower"], ["rest"])
+    )
+    text = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    assert (
+        f"XLA compiles for {compiled} of the seconds, JAX traces and lowers for {prepared}. {rest} are execution"
+        in text
+    )
