@@ -1,6 +1,7 @@
 """kvpress' answers to the prompts of `reproduction.peer_quality`; run by the Python that has torch, transformers and kvpress.
 
     python reproduction/peer_presses.py FOLDER [--seconds 500] [--part 1/3]
+    python reproduction/peer_presses.py FOLDER --kept      # compares kept tokens with those of kvjax in FOLDER/kept.npz
 
 Takes the model in FOLDER/model and the tokens in FOLDER/prompts.jsonl, and adds to FOLDER/theirs.jsonl what is not there yet; parts of the
 prompts, each with a file of its own, may run beside each other. Nothing
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=None, help="begin nothing after so long")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the i-th of n parts of the prompts")
+    parser.add_argument("--kept", action="store_true", help="write FOLDER/kept.json: how many kept tokens differ")
     args = parser.parse_args()
     i, n = map(int, args.part.split("/"))
     end = None if args.seconds is None else time.monotonic() + args.seconds
@@ -41,11 +43,21 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
     pipeline = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer, device=device)
 
+    sketch = torch.from_numpy(np.load(args.folder / "sketch.npy")).to(device, model.dtype)
+    if args.kept:
+        found = dict[str, dict[str, int]]()
+        asked = {prompt["prompt"]: prompt for prompt in prompts}
+        for name, ours in np.load(args.folder / "kept.npz").items():
+            method, number = name.split(":")
+            theirs = kept(model, method, asked[int(number)], settings["budget"], sketch)
+            found[name] = {"kept": int(ours.sum()), "only_here": int((ours & ~theirs).sum())}
+            print(name, found[name], flush=True)
+        (args.folder / "kept.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        return
     out = args.folder / ("theirs.jsonl" if n == 1 else f"theirs-{i}-of-{n}.jsonl")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
     begin = {"versions": versions, "device": kind, "prompts": settings["prompts"], "dtype": settings["dtype"]}
     rows = begun(out, begin)
-    sketch = torch.from_numpy(np.load(args.folder / "sketch.npy")).to(device, model.dtype)
     done = {(row["method"], row["prompt"]) for row in rows}
     with out.open("a", encoding="utf-8") as file:
         for prompt in prompts[i - 1 :: n]:  # all methods have answered as many when time is up, but for one prompt
@@ -92,6 +104,35 @@ def answered(pipeline: Any, method: str, prompt: dict[str, Any], budget: int, sk
             {"context_ids": context, "questions_ids": [question]}, max_new_tokens=prompt["max_new_tokens"], press=press
         )
     return answer
+
+
+def kept(model: Any, method: str, prompt: dict[str, Any], budget: int, sketch: Any) -> Any:
+    """Which tokens of a context are kept: a mask by layer and head. For presses that score tokens, and KVzip."""
+    import numpy as np
+    import torch
+    from transformers import DynamicCache
+
+    context, config = torch.tensor([prompt["context"]]), model.config
+    press = made(method, context.shape[1], budget, sketch)
+    mask = np.zeros((config.num_hidden_layers, config.num_key_value_heads, context.shape[1]), bool)
+    if method != "kvzip":
+        plain = press.score
+
+        def score(module: Any, *args: Any, **options: Any) -> Any:
+            scores = plain(module, *args, **options)
+            best = scores[0].topk(int(context.shape[1] * (1 - press.compression_ratio)), dim=-1).indices
+            np.put_along_axis(mask[module.layer_idx], best.cpu().numpy(), True, axis=-1)
+            return scores
+
+        press.score = score
+    with torch.inference_mode(), press(model):
+        model.model(input_ids=context.to(model.device), past_key_values=DynamicCache())
+    if method == "kvzip":
+        mask[:] = True
+        for layer, mine in zip(model.model.layers, mask, strict=True):
+            _, heads, tokens = layer.self_attn.masked_key_indices
+            mine[heads.cpu().numpy(), tokens.cpu().numpy()] = False
+    return mask
 
 
 def made(method: str, tokens: int, budget: int, sketch: Any) -> Any:

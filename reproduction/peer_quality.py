@@ -13,6 +13,11 @@ The model is written as transformers takes it, so that both read the same weight
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
 with kvpress' settings of every method, and new tokens are kept in both. Scores are compared in pairs; every prompt that the two answer
 differently is listed. With `--methods`, only some methods are asked, and `compare` keeps the file's rows of the others.
+
+Which tokens do both keep of a prompt that they answer differently? Before `compare`:
+
+    python -m reproduction.peer_quality kept FOLDER --model MODEL
+    python reproduction/peer_presses.py FOLDER --kept
 """
 
 import argparse
@@ -32,6 +37,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from benchmarks import report
+from kvjax.analysis import layers
 from kvjax.evals.intervals import mean_interval
 from kvjax.evals.report import ResultFile, header, model_fingerprint
 from kvjax.evals.ruler.scoring import match_all
@@ -99,7 +105,7 @@ UNPADDED = "compactor, unpadded"
 def main() -> None:
     """Ask, or compare."""
     parser = models.parser(__doc__, "bfloat16")
-    parser.add_argument("what", choices=("ask", "compare"))
+    parser.add_argument("what", choices=("ask", "kept", "compare"))
     parser.add_argument("folder", type=Path, help="holds the model, prompts and answers")
     parser.add_argument("--length", type=int, default=4096, help="tokens of RULER's prompts")
     parser.add_argument("--tasks", default="niah_single_2,niah_multikey_1,niah_multivalue,vt,fwe")
@@ -117,6 +123,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "ask":
         ask(args)
+    elif args.what == "kept":
+        kept(args)
     else:
         compare(args.folder, args.out)
 
@@ -220,16 +228,39 @@ def sketches(params: kvjax.Params) -> Float[np.ndarray, "L K H k"]:
     return np.stack([np.asarray(policy.sketch_of(spec)) * policy.sketch**0.5 for spec in specs])
 
 
-def compare(folder: Path, out: Path | None) -> None:
-    """Write the result file, and print it."""
-    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+def kept(args: argparse.Namespace) -> None:
+    """Write which tokens kvjax keeps of the prompts that were answered differently, as masks by layer and head."""
+    prompts = {prompt["prompt"]: prompt for prompt in _lines(args.folder / "prompts.jsonl")}
+    settings = json.loads((args.folder / "settings.json").read_text(encoding="utf-8"))
+    _, _, ours, theirs = _answers(args.folder)
+    if settings["dtype"] == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    params, policies = kvjax.load(args.model, dtype=settings["dtype"]), methods(settings["budget"])
+    masks = dict[str, np.ndarray]()
+    for row in compared(list(prompts.values()), ours, theirs):
+        for each in row["differing"]:
+            context = prompts[each["prompt"]]["context"]
+            mask = layers.kept(params, context, policies[row["method"]])
+            masks[f"{row['method']}:{each['prompt']}"] = mask[..., : len(context)]
+            print(row["method"], each["prompt"], flush=True)
+    np.savez_compressed(args.folder / "kept.npz", **masks)  # pyright: ignore[reportArgumentType]
+
+
+def _answers(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Header of kvjax's answers, headers of the parts of kvpress' answers, and both libraries' answers."""
     ours_header, *ours = _lines(folder / "ours.jsonl")
     parts = [_lines(part) for part in sorted(folder.glob("theirs*.jsonl"))]
     if not parts:
         raise SystemExit(f"{folder} has no answers of kvpress; run reproduction/peer_presses.py first")
-    (theirs_header, *_), theirs = parts[0], [row for _, *rows in parts for row in rows]
-    begun = ours_header["header"]
-    if any(there != theirs_header for there, *_ in parts):
+    return ours_header["header"], [header for header, *_ in parts], ours, [row for _, *rows in parts for row in rows]
+
+
+def compare(folder: Path, out: Path | None) -> None:
+    """Write the result file, and print it."""
+    prompts = _lines(folder / "prompts.jsonl")
+    begun, peers, ours, theirs = _answers(folder)
+    theirs_header = peers[0]
+    if any(there != theirs_header for there in peers):
         raise SystemExit(f"{folder}: parts of kvpress' answers are of different prompts, versions or devices")
     if begun["settings"]["prompts"] != theirs_header["prompts"]:
         raise SystemExit(f"{folder}: the two have answered different prompts; ask the one that is behind again")
@@ -238,6 +269,11 @@ def compare(folder: Path, out: Path | None) -> None:
         raise SystemExit(f"{folder}: kvjax has answered in {dtypes[0]}, kvpress in {dtypes[1]}; ask one of them again")
     begun["peer"] = theirs_header
     rows = compared(prompts, ours, theirs)
+    if (file := folder / "kept.json").exists():
+        told = json.loads(file.read_text(encoding="utf-8"))
+        for row in rows:
+            for each in row["differing"]:
+                each |= told.get(f"{row['method']}:{each['prompt']}", {})
     written = EXACT if begun["settings"]["dtype"] == "float32" else SECTION
     path = out or sections.RESULTS / f"{written.results}-{sections.slug(begun)}.json"
     begun, rows = with_recorded(path, begun, rows)
@@ -403,17 +439,20 @@ def exact_section(content: Mapping[str, Any]) -> str:
     if notes := [f"- {NOTES[row['method']]}" for row in rows if row["method"] in NOTES]:
         lines += ["", *notes]
     cells = [
-        [f"`{row['method']}`", f"{each['prompt']} (`{each['task']}`)", *(answer.strip() for answer in each["answers"])]
+        [
+            f"`{row['method']}`",
+            f"{each['prompt']} (`{each['task']}`)",
+            *(answer.strip() for answer in each["answers"]),
+            f"{each['only_here']} of {each['kept']}" if "kept" in each else "",
+        ]
         for row in rows
         for each in row["differing"]
     ]
     if cells:
-        lines += [
-            "",
-            "The answers that differ:",
-            "",
-            report.table(["method", "prompt", "kvjax", "kvpress"], cells, "l"),
-        ]
+        heads = ["method", "prompt", "kvjax", "kvpress", "tokens kept by kvjax alone"]
+        lines += ["", "The answers that differ:", "", report.table(heads, cells, "llllr")]
+    if any("kept" in each for row in rows for each in row["differing"]):
+        lines += ["", "The last column counts the tokens of all heads, in a run of both libraries on a CPU."]
     return "\n".join(lines)
 
 

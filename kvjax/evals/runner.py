@@ -134,6 +134,7 @@ def evaluate(
     Raises:
         ValueError: the model has no tokenizer; `out` has results of another run, or rows that are not of this task; or the task has
             sessions and `query_aware` is set.
+        ImportError: a package that the task needs is not installed.
         PolicyError: the policy is unknown or cannot work with this budget.
 
     Example:
@@ -276,6 +277,8 @@ def prepare(
         raise ValueError("this model has no tokenizer, so it cannot be given a task; load one that has")
     if batch < 1:
         raise ValueError(f"batch={batch}; give 1 or more")
+    if (check := getattr(task, "check", None)) is not None:  # finds what scoring lacks before a model answers
+        check()
     form = Format(params.tokenizer, params.tokenizer.chat_template is not None if chat is None else chat)
     examples = task.examples(form)
     if query_aware and any(example.session is not None for example in examples):

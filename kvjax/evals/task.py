@@ -130,6 +130,9 @@ def _without_chat() -> Iterator[None]:
 class Task(Protocol):
     """Examples and their scores. A task is a frozen dataclass whose fields are its settings, which result files record.
 
+    If a task has a method `check()`, it is called before a model answers. It raises the errors that `examples` or `score`
+    would raise later, such as that of a missing package.
+
     Example:
         >>> task = kvjax.evals.NeedleInAHaystack(lengths=(254,), depths=(0.0, 1.0))
         >>> [example.labels for example in task.examples(kvjax.evals.Format(chat.tokenizer))]

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvjax.evals import GSM8K, Format, LongBench, ruler
+from kvjax.evals import GSM8K, Format, LongBench, evaluate, ruler
+from kvjax.evals.longbench import metrics
 from kvjax.evals.ruler.qa import read
 
 PROBLEM = {"question": "1 + 1?", "answer": "so #### 2"}
@@ -108,3 +109,15 @@ def test_questions_in_one_document(tmp_path, content, says):
         read(str(file))
     with pytest.raises(ValueError, match=r"questions.json: "):
         ruler.ruler("qa_1", 100, 1, file=str(file))
+
+
+def test_a_package_that_scoring_needs_is_missed_before_a_model_answers(letters, tmp_path, monkeypatch):
+    def missing():
+        raise ImportError("LongBench's scoring of Chinese needs jieba")
+
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(ROW))
+    monkeypatch.setattr(metrics, "_jieba", missing)
+    monkeypatch.setattr(LongBench, "examples", lambda *args: pytest.fail("its examples were made"))
+    with pytest.raises(ImportError, match="LongBench's scoring of Chinese needs jieba"):
+        evaluate(letters, LongBench("multifieldqa_zh", str(file)), "full")
