@@ -9,8 +9,8 @@
 
 `--texts` is a folder with whole books (`books/*.txt`) and a text for calibration (`wikitext-2/test.txt`). `--data` is a folder with the files of
 LongBench and GSM8K. The finished parts of a section are saved beside the result file. Several processes may measure different sections at
-the same time; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false for them. Each process holds the model and the memory of as many programs as
-`--threads`, so a few processes fill a GPU.
+the same time; on a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false for them. Each process holds the model and the memory of up to `--threads`
+programs. Start only as many processes as fit in the GPU's memory.
 """
 
 import argparse

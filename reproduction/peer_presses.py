@@ -43,7 +43,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "model")
     pipeline = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer, device=device)
 
-    sketch = torch.from_numpy(np.load(args.folder / "sketch.npy")).to(device, model.dtype)
+    sketch = None
+    if any(method.startswith("compactor") for method in settings["methods"]):
+        sketch = torch.from_numpy(np.load(args.folder / "sketch.npy")).to(device, model.dtype)
     if args.kept:
         found = dict[str, dict[str, int]]()
         asked = {prompt["prompt"]: prompt for prompt in prompts}
@@ -52,7 +54,8 @@ def main() -> None:
             theirs = kept(model, method, asked[int(number)], settings["budget"], sketch)
             found[name] = {"kept": int(ours.sum()), "only_here": int((ours & ~theirs).sum())}
             print(name, found[name], flush=True)
-        (args.folder / "kept.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        told = {"device": kind, "prompts": settings["prompts"], "counts": found}
+        (args.folder / "kept.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
         return
     out = args.folder / ("theirs.jsonl" if n == 1 else f"theirs-{i}-of-{n}.jsonl")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
@@ -153,9 +156,8 @@ def made(method: str, tokens: int, budget: int, sketch: Any) -> Any:
         return kvpress.ChunkKVPress(kvpress.SnapKVPress(compression_ratio=ratio), chunk_length=20)
     if method == "streaming_llm":  # as published: tokens stand where they are in the cache
         return kvpress.KeyRerotationPress(kvpress.StreamingLLMPress(compression_ratio=ratio))
-    if (
-        method == "lagkv"
-    ):  # the published code keeps equally many of every segment; kvpress would also keep the remainder
+    if method == "lagkv":
+        # The published code keeps equally many of every segment. kvpress would also keep the remainder.
         return kvpress.LagKVPress(compression_ratio=1 - (evenly(tokens, budget) + 1e-3) / tokens)
     if method == "kvzip":  # which rounds down the number of evicted tokens
         return kvpress.KVzipPress(compression_ratio=1 - (budget - 1e-3) / tokens)
@@ -169,6 +171,8 @@ def evenly(tokens: int, budget: int, sinks: int = 4, lag: int = 128) -> int:
     """Tokens that LagKV keeps if every scored segment keeps equally many: at most `budget`."""
     segments, rest = divmod(tokens - sinks, lag)
     always = sinks + lag + rest
+    if segments < 2 or budget < always:
+        raise ValueError(f"LagKV scores no segment of {tokens} tokens within a budget of {budget}; give more of both")
     return always + (budget - always) // (segments - 1) * (segments - 1)
 
 

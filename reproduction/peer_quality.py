@@ -6,8 +6,8 @@
 
 With `--dtype float32` the two are asked in exact products of float32, `compare` writes peer-float32-<device>.json, and the page has another section:
 what the two still answer differently is not of bfloat16's rounding.
-kvpress' answers to the default prompts on Qwen2.5-Coder-1.5B-Instruct in bfloat16 are in reproduction/results/peer-answers: beside `ask`'s files in
-FOLDER they need not be asked again.
+kvpress' answers of the first seven methods to the default prompts on Qwen2.5-Coder-1.5B-Instruct in bfloat16 are in
+reproduction/results/peer-answers: beside `ask`'s files in FOLDER they need not be asked again.
 
 The model is written as transformers takes it, so that both read the same weights (a GGUF file's, too), and prompts are written as tokens,
 so that templates and tokenizers play no part. Contexts are compressed to the same number of tokens before their questions are known,
@@ -94,9 +94,12 @@ def methods(budget: int) -> dict[str, Policy]:
         "lagkv": LagKV(budget=budget, sinks=4),
         "compactor": Compactor(budget=budget),
         UNPADDED: Compactor(budget=budget),
-        "kvzip": PressedKVzip(budget=budget, chunk=2048, slack=4.0),
+        "kvzip": PressedKVzip(budget=budget, chunk=2048, slack=1000.0),  # no limit of a layer's tokens
     }
 
+
+UNCOUNTED = ("full", "chunkkv", "streaming_llm")
+"""Methods whose kept tokens `kept` does not count: their presses do not score single tokens."""
 
 UNPADDED = "compactor, unpadded"
 """`compactor` beside kvpress' press without padding in the last chunk."""
@@ -238,10 +241,9 @@ def kept(args: argparse.Namespace) -> None:
     params, policies = kvjax.load(args.model, dtype=settings["dtype"]), methods(settings["budget"])
     masks = dict[str, np.ndarray]()
     for row in compared(list(prompts.values()), ours, theirs):
-        for each in row["differing"]:
+        for each in row["differing"] if row["method"] not in UNCOUNTED else ():
             context = prompts[each["prompt"]]["context"]
-            mask = layers.kept(params, context, policies[row["method"]])
-            masks[f"{row['method']}:{each['prompt']}"] = mask[..., : len(context)]
+            masks[f"{row['method']}:{each['prompt']}"] = layers.kept(params, context, policies[row["method"]])
             print(row["method"], each["prompt"], flush=True)
     np.savez_compressed(args.folder / "kept.npz", **masks)  # pyright: ignore[reportArgumentType]
 
@@ -271,9 +273,12 @@ def compare(folder: Path, out: Path | None) -> None:
     rows = compared(prompts, ours, theirs)
     if (file := folder / "kept.json").exists():
         told = json.loads(file.read_text(encoding="utf-8"))
+        if told["prompts"] != theirs_header["prompts"]:
+            raise SystemExit(f"{file} is of other prompts; run peer_presses.py --kept again")
         for row in rows:
             for each in row["differing"]:
-                each |= told.get(f"{row['method']}:{each['prompt']}", {})
+                if counts := told["counts"].get(f"{row['method']}:{each['prompt']}"):
+                    each |= counts | {"kept_on": told["device"]}
     written = EXACT if begun["settings"]["dtype"] == "float32" else SECTION
     path = out or sections.RESULTS / f"{written.results}-{sections.slug(begun)}.json"
     begun, rows = with_recorded(path, begun, rows)
@@ -304,6 +309,7 @@ def with_recorded(
         return {
             "device": header["device"],
             "versions": header["versions"],
+            "xla_flags": header.get("xla_flags"),
             "settings": {name: value for name, value in header["settings"].items() if name != "methods"},
             "peer": peer,
         }
@@ -312,10 +318,19 @@ def with_recorded(
     if different := [name for name in now if before[name] != now[name]]:
         changes = "; ".join(f"{name} {before[name]}, now {now[name]}" for name in different)
         raise SystemExit(f"{path} has other methods, measured differently: {changes}. Ask all methods, or give --out")
-    every = [*(row for row in recorded["rows"] if row["method"] not in asked), *rows]
+    for row in recorded["rows"]:
+        if fewer := [new for new in rows if new["method"] == row["method"] and new["prompts"] < row["prompts"]]:
+            raise SystemExit(
+                f"{path} has {row['prompts']} answers of {row['method']}, {fewer[0]['prompts']} are given. Ask all prompts, or give --out"
+            )
+    every = [
+        *(row for row in recorded["rows"] if row["method"] not in asked),
+        *({**row, "date": begun["date"]} for row in rows),
+    ]
     order = list(methods(1024))
     every.sort(key=lambda row: order.index(row["method"]))
-    return {**begun, "settings": {**begun["settings"], "methods": [row["method"] for row in every]}}, every
+    before_them = recorded["header"]
+    return {**before_them, "settings": {**before_them["settings"], "methods": [row["method"] for row in every]}}, every
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -419,10 +434,14 @@ def exact_section(content: Mapping[str, Any]) -> str:
     peer = header["peer"]
     same, asked = (sum(row[count] for row in rows) for count in ("same_answers", "prompts"))
     told = [
-        f"**In {header['settings']['dtype']}, {same} of {asked} answers that both libraries gave are the same, word for word.** Most differences "
-        "above are due to bfloat16. It rounds differently in the two libraries,",
-        "which changes the order of tokens with almost equal scores and of words with almost equal probabilities.",
+        f"**In {header['settings']['dtype']}, {same} of {asked} answers that both libraries gave are the same, word for word.**"
     ]
+    above = [row for row in rows if row["method"] not in NOTES and row["method"] != UNPADDED]
+    if all(row["same_answers"] == row["prompts"] for row in above):
+        told.append(
+            f"All {sum(row['prompts'] for row in above)} answers of the methods above are the same, so bfloat16 causes the differences above. It rounds differently "
+            "in the two libraries, which changes the order of tokens with almost equal scores and of words with almost equal probabilities."
+        )
     most = max(row["prompts"] for row in rows)
     missing = {row["method"]: most - row["prompts"] for row in rows if row["prompts"] < most}
     if missing:  # kvjax answers all prompts of a batch at once, kvpress one at a time
@@ -438,30 +457,29 @@ def exact_section(content: Mapping[str, Any]) -> str:
     ]
     if notes := [f"- {NOTES[row['method']]}" for row in rows if row["method"] in NOTES]:
         lines += ["", *notes]
-    cells = [
-        [
-            f"`{row['method']}`",
-            f"{each['prompt']} (`{each['task']}`)",
-            *(answer.strip() for answer in each["answers"]),
-            f"{each['only_here']} of {each['kept']}" if "kept" in each else "",
-        ]
-        for row in rows
-        for each in row["differing"]
-    ]
-    if cells:
-        heads = ["method", "prompt", "kvjax", "kvpress", "tokens kept by kvjax alone"]
-        lines += ["", "The answers that differ:", "", report.table(heads, cells, "llllr")]
-    if any("kept" in each for row in rows for each in row["differing"]):
-        lines += ["", "The last column counts the tokens of all heads, in a run of both libraries on a CPU."]
+    differing = [(row["method"], each) for row in rows for each in row["differing"]]
+    if differing:
+        heads, cells = ["method", "prompt", "kvjax", "kvpress"], []
+        for method, each in differing:
+            answers = [" ".join(answer.split()).replace("|", "\\|") for answer in each["answers"]]
+            cells.append([f"`{method}`", f"{each['prompt']} (`{each['task']}`)", *answers])
+        lines += ["", "The answers that differ:", "", report.table(heads, cells, "l")]
+    counted = [(method, each) for method, each in differing if "kept" in each]
+    for method, each in counted:
+        lines.append(
+            f"{'' if (method, each) != counted[0] else chr(10)}- `{method}`, prompt {each['prompt']}: of {each['kept']} tokens that kvjax keeps in all KV heads, kvpress keeps "
+            f"{each['kept'] - each['only_here']} in a run of both libraries on {each['kept_on']}."
+        )
     return "\n".join(lines)
 
 
 NOTES = {
-    "lagkv": "`lagkv`: kvpress keeps as many tokens as kvjax, which keeps equally many of each segment.",
-    "compactor": "`compactor`: both use the same random sketches. In kvpress, tokens of the last chunk also attend to its padding. In the row "
-    "below, this padding is left out.",
-    "kvzip": "`kvzip`: kvjax is set as kvpress is. It may evict the tokens that the chat template puts before the text, and the instruction to "
-    "repeat has no space at its end.",
+    "lagkv": "`lagkv`: kvjax keeps equally many tokens of each segment, so it does not use the whole budget. kvpress' compression ratio is set to keep "
+    "the same number.",
+    "compactor": "`compactor`: both use the same random sketches. In kvpress, the padding of the last chunk takes part in attention, as keys and as "
+    "queries. The row `compactor, unpadded` leaves it out.",
+    "kvzip": "`kvzip`: measured with a variant of kvjax's policy in `reproduction/peer_quality.py`, which has no limit of tokens per layer. It may evict "
+    "the chat template's tokens, except for the 4 sinks. Its instruction to repeat does not end in a space.",
 }
 """What pages say of methods that are set differently from kvjax's or kvpress' defaults."""
 

@@ -92,7 +92,7 @@ def test_the_documented_number_of_runs() -> None:
     assert expected_runs(3) == pytest.approx(5.5)
     assert f"{expected_runs(SHARES):.0f} runs" in text
     assert f"{SHARES} shares" in text
-    assert f"{expected_runs(PARTS):.0f} runs are expected until every part has run" in text
+    assert f"{expected_runs(PARTS):.0f} runs are expected until every part has run at least once" in text
 
 
 def pytest_in(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -45,11 +45,6 @@ class Bench:
         profiles: folder of profiles of models for which kvjax has none.
     """
 
-    def profiled(self, methods: Mapping[str, kvjax.Policy]) -> dict[str, kvjax.Policy]:
-        """The full cache and these methods, with profiles of the model's heads where they need them."""
-        make = Maker(self.params.config, self.profiles)
-        return {FULL: kvjax.Full(), **{name: make(policy) for name, policy in methods.items()}}
-
     params: kvjax.Params
     books: Sequence[Path]
     reference: Path
@@ -60,6 +55,11 @@ class Bench:
     keep: Callable[[str, Any], None] = lambda name, result: None
     in_time: Callable[[], bool] = lambda: True
     profiles: Path = Path(__file__).parents[1] / "profiles"
+
+    def profiled(self, methods: Mapping[str, kvjax.Policy]) -> dict[str, kvjax.Policy]:
+        """The full cache and these methods, with profiles of the model's heads where they need them."""
+        make = Maker(self.params.config, self.profiles)
+        return {FULL: kvjax.Full(), **{name: make(policy) for name, policy in methods.items()}}
 
     def pieces(self, count: int, length: int, skip: int) -> list[list[int]]:
         """From each of the first `count` books, `length` tokens after the first `skip`.

@@ -26,14 +26,15 @@ PAPERS = {
 CONCLUSIONS = {
     "treekv": "TreeKV has the lowest perplexity of the four small caches in books of 4k to 16k tokens. Only its advantage over H2O at 4k is undecided.",
     "chelsea": "Chelsea decodes faster and takes less memory than the full cache, as claimed. At a quarter of the cache it finds more needles than "
-    "StreamingLLM and CaM with Qwen, and fewer with SmolLM2. With Qwen it finds fewer than SnapKV, which sees the question. In the "
-    "[leaderboard](LEADERBOARD), where policies do not see the question, Chelsea is above StreamingLLM and SnapKV.",
+    "StreamingLLM and CaM with Qwen, and fewer with SmolLM2. With Qwen it finds fewer than SnapKV, which selects tokens by the "
+    "question at the end of the prompt. Where the question follows the compressed prompt, Chelsea scores higher than StreamingLLM and SnapKV with half "
+    "and with a quarter of the bytes ([leaderboard](LEADERBOARD)).",
     "clusterkv": "ClusterKV recalls more of the important tokens than Quest with both models, except at the smallest budget with Qwen. Clustering by cosine "
-    "similarity recalls more than clustering by inner product in most comparisons, and no more than by L2 distance. With Qwen, its perplexity is "
-    "near the full cache's and lower than Quest's and InfiniGen's.",
+    "similarity recalls more than clustering by inner product in most comparisons, and no more than by L2 distance. With Qwen and a "
+    "budget of 1024, its perplexity is within 0.5 of the full cache's, and lower than Quest's and InfiniGen's.",
     "chunkkv": "ChunkKV finds more needles than H2O and StreamingLLM with both models, and more than SnapKV with SmolLM2. With SmolLM2, chunks of 30 "
-    "find more than the paper's chunks of 10; with Qwen the difference is undecided. GSM8K does not tell methods apart with Qwen: the full cache is "
-    "not significantly better than StreamingLLM.",
+    "find more than the paper's chunks of 10; with Qwen the difference is undecided. With Qwen, ChunkKV solves fewer problems of GSM8K "
+    "than SnapKV and StreamingLLM. These comparisons get no verdict, because the full cache is not significantly better than StreamingLLM.",
     "catekv": "In its consistent heads, CateKV selects tokens only once. They receive nearly as much attention as those that Quest selects for each query. "
     "CateKV decodes faster and takes less memory than the full cache at 500 thousand tokens.",
 }
@@ -59,7 +60,7 @@ If a claim allows a margin, a loss within the margin does not count against it. 
 if it is significantly above. A comparison gets no verdict in these cases:
 
 - *proxy*: the measure is not the paper's, or it compares caches instead of quality.
-- *no headroom*: the full cache and StreamingLLM do not differ significantly, so the test leaves no room for a difference.
+- *no headroom*: the full cache and StreamingLLM do not differ significantly, so the test may not show what a cache loses.
 - *bound*: the other result is an upper bound for every method, or for the other method itself. Falling short of it is no failure.
 - *not judged*: StreamingLLM was not measured, so the headroom is unknown.
 

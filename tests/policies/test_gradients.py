@@ -160,7 +160,6 @@ def model_gradient(policy: Policy, params: Any) -> Any:
     return jax.eval_shape(jax.grad(loss), params)
 
 
-@pytest.mark.rotating  # as above
 @pytest.mark.parametrize("policy", policies_with(16))
 def test_through_a_models_prompt_and_step(policy, tiny):
     assert jax.tree.structure(model_gradient(policy, tiny)) == jax.tree.structure(tiny)

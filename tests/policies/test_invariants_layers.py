@@ -155,7 +155,7 @@ def test_ample_budget_is_the_full_cache(name: str, policy: Policy) -> None:
     plain.test_ample_budget_is_the_full_cache(bound(policy, model(name)), model(name))
 
 
-@pytest.mark.rotating  # as the tests below that are marked so: the others read and decode with each representative in every run
+@pytest.mark.rotating  # as the tests below that are marked so: the others read whole prompts and decode with each representative in every run
 @over_models(plain.TIGHT)
 def test_rows_are_independent(name: str, policy: Policy) -> None:
     fits = policy.info.refits_values

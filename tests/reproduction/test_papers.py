@@ -14,6 +14,7 @@ import quick_programs
 from benchmarks import report
 from kvjax.config import PRESETS
 from kvjax.evals import Perplexity
+from kvjax.evals.intervals import mean_interval
 from kvjax.policies import get_policy
 from reproduction import papers
 from reproduction.analyses.continuation import Continuation
@@ -301,6 +302,14 @@ def test_conclusions_are_the_verdicts(found):
     assert found("chunkkv_needle", SMOLLM2, "chunkkv, chunks of 30") == ["fails"]
     assert found("chunkkv_needle", QWEN, "chunkkv, chunks of 30") == ["undecided"]
     assert set(found("chunkkv_gsm8k", QWEN)) == {"no headroom"}
+    (content,) = (report.read(path) for path in papers.recorded() if "qwen" in path.name)
+    (solved,) = (table(row["rows"]) for row in content["rows"] if row["section"] == "chunkkv_gsm8k")
+    for other in ("snapkv", "streaming_llm"):
+        mine, its = (
+            np.asarray(solved["GSM8K accuracy", name, "10 % of the prompt"].samples) for name in ("chunkkv", other)
+        )
+        mean, width = mean_interval(mine - its)
+        assert mean + width < 0
 
     assert found("catekv_recall", QWEN, "quest") == found("catekv_recall", SMOLLM2, "quest") == ["holds"]
     assert timed("catekv", "TPOT", "memory") == {"holds"}

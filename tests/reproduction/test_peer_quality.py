@@ -61,6 +61,8 @@ def test_lagkv_keeps_equally_many_of_each_segment(tokens, kept):
     Of 3844 tokens, 30 segments follow the sinks: 132 and 29 times 30.
     """
     assert peer_presses.evenly(tokens, 1024) == kept
+    with pytest.raises(ValueError, match="scores no segment of 250 tokens within a budget of 64"):
+        peer_presses.evenly(250, 64)
 
 
 def test_rows_of_other_methods_stay(tmp_path):
@@ -72,12 +74,14 @@ def test_rows_of_other_methods_stay(tmp_path):
         "peer": {"versions": {"kvpress": "1"}, "dtype": "float32"},
     }
     rows = [{"method": "full", "prompts": 1}, {"method": "tova", "prompts": 1}]
-    report.write(path, header, rows)
-    now = {**header, "settings": {"dtype": "float32", "methods": ["full", "lagkv"]}}
+    report.write(path, {**header, "date": "then"}, rows)
+    now = {**header, "date": "now", "settings": {"dtype": "float32", "methods": ["full", "lagkv"]}}
     new = [{"method": "full", "prompts": 2}, {"method": "lagkv", "prompts": 2}]
     merged, every = peer_quality.with_recorded(path, now, new)
-    assert every == [new[0], rows[1], new[1]]
-    assert merged["settings"]["methods"] == ["full", "tova", "lagkv"]
+    assert every == [{**new[0], "date": "now"}, rows[1], {**new[1], "date": "now"}]
+    assert (merged["settings"]["methods"], merged["date"]) == (["full", "tova", "lagkv"], "then")
+    with pytest.raises(SystemExit, match="has 1 answers of full, 0 are given"):
+        peer_quality.with_recorded(path, now, [{"method": "full", "prompts": 0}])
     with pytest.raises(SystemExit, match=r"measured differently: versions .*'1'.*'2'"):
         peer_quality.with_recorded(path, {**now, "versions": {"jax": "2"}}, new)
 
@@ -115,3 +119,28 @@ def test_the_section_tells_which_answers_kvpress_did_not_give():
     assert "11 of 11 answers" in told
     assert "ended before it had given the other 4 (1 of `tova`, 3 of `keydiff`)." in told
     assert "the other" not in peer_quality.exact_section({"header": header, "rows": [row("full", 5), row("tova", 5)]})
+
+
+def test_the_section_tells_which_answers_differ():
+    def row(method: str, *differing: dict) -> dict:
+        scores = {"kvjax": 0.5, "kvpress": 0.5}
+        return {
+            "method": method,
+            "prompts": 2,
+            "same_answers": 2 - len(differing),
+            "differing": list(differing),
+            **scores,
+        }
+
+    peer = {"versions": {"kvpress": "1", "torch": "2"}, "device": "a GPU"}
+    header = {"settings": {"dtype": "float32"}, "peer": peer, "device": "1 x NVIDIA Abacus (gpu)"}
+    one = {"prompt": 1, "task": "vt", "scores": [1, 1], "answers": ["A|B", " C\nD"]}
+    counted = one | {"kept": 10, "only_here": 3, "kept_on": "cpu"}
+    told = peer_quality.exact_section({"header": header, "rows": [row("full"), row("lagkv", counted)]})
+    assert "3 of 4 answers that both" in told
+    assert "All 2 answers of the methods above are the same" in told
+    assert "| `lagkv` | 1 (`vt`) | A\\|B | C D |" in told
+    assert "of 10 tokens that kvjax keeps in all KV heads, kvpress keeps 7 in a run of both libraries on cpu." in told
+    told = peer_quality.exact_section({"header": header, "rows": [row("full", one), row("tova")]})
+    assert "methods above" not in told
+    assert "kvpress keeps" not in told
