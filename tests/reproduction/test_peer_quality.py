@@ -5,11 +5,13 @@ import inspect
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import report
 from kvjax.policies import KVzip
 from reproduction import peer_presses, peer_quality
+from reproduction.equal_bytes import merged
 
 
 def test_answers_are_compared_in_pairs():
@@ -144,3 +146,24 @@ def test_the_section_tells_which_answers_differ():
     told = peer_quality.exact_section({"header": header, "rows": [row("full", one), row("tova")]})
     assert "methods above" not in told
     assert "kvpress keeps" not in told
+
+
+def test_kvzip_loses_less_without_a_limit_per_layer():
+    """As docs/methods/kvzip.md says: in the five tasks of the comparison with kvpress, at a quarter of the prompt."""
+    content = report.read(peer_quality.EXACT.file())
+    tasks = list(content["header"]["settings"]["suite"]["tasks"])
+    theirs = {row["method"]: row["kvjax"] for row in content["rows"]}
+
+    def score(policy: str, target: float | None) -> float:
+        rows = merged.first_samples(report.read(merged.recorded())["rows"])
+        mine = [
+            np.mean(merged.samples(row))
+            for row in rows
+            if (row["policy"], row["target"], row["seen"], row["task"] in tasks) == (policy, target, False, True)
+            and "scores" in row
+            and (target is None or merged.of(row) == "prompt")
+        ]
+        assert len(mine) == len(tasks)
+        return float(np.mean(mine))
+
+    assert theirs["full"] - theirs["kvzip"] < score("full", None) - score("kvzip", 0.25)
