@@ -20,8 +20,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write a result file, atomically."""
-    report.write(path, json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+    """Write a result file, atomically. Each row is one line."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    report.write(path, f'{{\n "header": {json.dumps(header)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def begun(path: Path, header: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -66,7 +66,7 @@ class PressedKVzip(KVzip):
     """KVzip as kvpress has it.
 
     The words that ask for a later part have no space at their end. The chat template's tokens before the user's text, which are not
-    repeated, are the first to be evicted, but for the sinks.
+    repeated, are evicted first, except for the sinks.
     """
 
     @property
@@ -224,7 +224,7 @@ def ask(args: argparse.Namespace) -> None:
 
 
 def sketches(params: kvjax.Params) -> Float[np.ndarray, "L K H k"]:
-    """The normal numbers of Compactor's sketches, by layer and head. kvpress draws them anew for each prompt."""
+    """The normal numbers of Compactor's sketches, by layer and head. kvpress draws new ones for each prompt."""
     policy = Compactor()
     assert policy.sketch is not None
     specs = kvjax.Engine(params, policy, 512, prompt_len=512, max_new_tokens=1).specs
@@ -329,8 +329,8 @@ def with_recorded(
     ]
     order = list(methods(1024))
     every.sort(key=lambda row: order.index(row["method"]))
-    before_them = recorded["header"]
-    return {**before_them, "settings": {**before_them["settings"], "methods": [row["method"] for row in every]}}, every
+    header = recorded["header"]
+    return {**header, "settings": {**header["settings"], "methods": [row["method"] for row in every]}}, every
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -464,12 +464,14 @@ def exact_section(content: Mapping[str, Any]) -> str:
             answers = [" ".join(answer.split()).replace("|", "\\|") for answer in each["answers"]]
             cells.append([f"`{method}`", f"{each['prompt']} (`{each['task']}`)", *answers])
         lines += ["", "The answers that differ:", "", report.table(heads, cells, "l")]
-    counted = [(method, each) for method, each in differing if "kept" in each]
-    for method, each in counted:
-        lines.append(
-            f"{'' if (method, each) != counted[0] else chr(10)}- `{method}`, prompt {each['prompt']}: of {each['kept']} tokens that kvjax keeps in all KV heads, kvpress keeps "
-            f"{each['kept'] - each['only_here']} in a run of both libraries on {each['kept_on']}."
-        )
+    counted = [
+        f"- `{method}`, prompt {each['prompt']}: of {each['kept']} tokens that kvjax keeps in all KV heads, kvpress keeps "
+        f"{each['kept'] - each['only_here']} in a run of both libraries on {each['kept_on']}."
+        for method, each in differing
+        if "kept" in each
+    ]
+    if counted:
+        lines += ["", *counted]
     return "\n".join(lines)
 
 

@@ -280,9 +280,8 @@ def test_any_template_renders_or_is_refused(template: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize(
-    "seed", range(3), ids=["part 1", "part 2", "part 3"]
-)  # by these names, in different parts of the rotating tests
+# By these names, the cases are in different parts of the rotating tests.
+@pytest.mark.parametrize("seed", range(3), ids=["part 1", "part 2", "part 3"])
 def test_very_many_templates_render_or_are_refused(seed: int) -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=700)

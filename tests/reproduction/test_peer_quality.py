@@ -58,7 +58,7 @@ def test_every_method_has_a_press():
 
 @pytest.mark.parametrize(("tokens", "kept"), [(3968, 1010), (3844, 1002)])
 def test_lagkv_keeps_equally_many_of_each_segment(tokens, kept):
-    """Of 3968 tokens, 4 are sinks and 124 are after 30 segments, the last of which is kept: 256 and 29 times 26 of the other segments.
+    """3968 tokens are 4 sinks, 30 segments and 124 more. The last segment is kept: 256 tokens, and 26 of each of 29 segments.
 
     Of 3844 tokens, 30 segments follow the sinks: 132 and 29 times 30.
     """
